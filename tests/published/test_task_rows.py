@@ -100,4 +100,6 @@ def test_fields_of_messages_are_read_by_the_template_or_counted(tmp_path, templa
     text, named = prompting(tmp_path, template), {"prompt": [ASKED | {"name": "Ada", "id": "3"}], "answer": "3"}
     tasks = [task_of(row, "rows:1", TasksConfig()) for row in (named, ROWS[0], named)]
     assert unread_in_prompts(tasks, text) == wanted
+    argued = named | {"chat_template_kwargs": {"thinking": True}}
+    assert (unread_in_prompts([task_of(argued, "rows:1", TasksConfig())], text)["chat_template_kwargs.thinking"] == 1) == bool(wanted)
     assert prompts_of(text, tasks)[0] == by_transformers(tmp_path, named)

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
@@ -19,10 +20,9 @@ from shared.data.tokenizer import TextTokenizer
 from shared.engine.callbacks import Callback, Metrics
 from shared.finetune.chat.datasets import Conversation
 from shared.finetune.chat.encoding import ChatExamples
-from shared.finetune.chat.messages import HARMLESS
 from shared.finetune.chat.prepare import ChatReport, chat_tokenizer
 from shared.finetune.chat.template import ChatTemplate
-from shared.finetune.chat.unread import READ, Unread
+from shared.finetune.chat.unread import Unread
 from shared.finetune.instructions import Task
 from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
@@ -34,12 +34,12 @@ from shared.rl.examination import Examination, compared
 from shared.rl.generation import Drawing
 from shared.rl.grpo import GRPOAdvantages, GRPOObjective, GroupLoader
 from shared.rl.rewards import TASK, RewardPart, RewardSet
-from shared.rl.tasks import open_tasks
+from shared.rl.tasks import ChatTask, open_tasks
 from shared.rl.verifiers import CODE
 from shared.totals import Totals
 from shared.trainer.config import TrainerConfig
 from shared.trainer.mode import Judged, Run, right_shares
-from shared.trainer.modes.answering import Answering, trained_parameters
+from shared.trainer.modes.answering import AT_ONCE, Answering, trained_parameters
 from shared.trainer.modes.rollouts import Rolling, reward_by, reward_weights
 from shared.trainer.modes.turns import require_trained_turns
 from shared.trainer.weights import InitialWeights
@@ -199,12 +199,17 @@ def prompting(config: TrainerConfig, start: InitialWeights, task: Task) -> Promp
 
 
 def unread_in_prompts(tasks: Sequence[Task], text: Prompting) -> Counter[str]:
-    """The fields of messages in prompts that the template shows nothing of."""
-    found = Unread(lambda asked: text.template.for_tools(asked.tools).render_all([asked.call(prompt=True)])[0].text)
-    for task in tasks:
-        if any(message.keys() - {*READ, *HARMLESS} for message in task.asked()):
-            asked = Conversation("A task", task.asked(), task.tools, arguments=task.arguments)
-            found.note(asked, found.render(asked))
+    """The fields of messages in prompts, and arguments, that the template shows nothing of."""
+
+    def rendered(some: Sequence[Conversation]) -> list[str]:
+        return [each.text for each in text.template.for_tools(some[0].tools).render_all([each.call(prompt=True) for each in some])]
+
+    found = Unread(lambda asked: rendered([asked])[0])
+    asked = [Conversation("A task", task.asked(), task.tools, arguments=task.arguments) for task in tasks if isinstance(task, ChatTask)]
+    for first in range(0, len(asked), AT_ONCE):
+        for _, some in groupby(asked[first : first + AT_ONCE], key=lambda each: bool(each.tools)):
+            for each, words in zip(alike := [*some], rendered(alike), strict=True):
+                found.note(each, words)
     return found.counts
 
 
