@@ -56,6 +56,11 @@ def is_from(folder: Path, source: dict) -> bool:
     return (folder / SOURCE).is_file() and read_json(folder / SOURCE) == source
 
 
+def shape_of(path: Path) -> ModelConfig:
+    """The model in a GGUF file, or of a name in PACKAGED, by its metadata alone."""
+    return read_gguf_config(GgufFile(located(path)))[0]
+
+
 def unpack(file: GgufFile, folder: Path) -> None:
     """Write config.json, the weights, the tokenizer and the chat template of a GGUF file into a new folder.
 

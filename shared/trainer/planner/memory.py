@@ -15,6 +15,7 @@ import torch
 
 from shared.course.errors import SettingError
 from shared.data.loader import equal_microbatches
+from shared.finetune.gguf.packaged import is_gguf
 from shared.finetune.config import ALL_LINEAR, AdapterConfig
 from shared.finetune.memory_costs import NF4_BITS, FrozenBase, estimate_adapted, packed_bits, sizes_of
 from shared.finetune.quantization.rounding import Rounding
@@ -38,7 +39,7 @@ def base_bits(config: TrainerConfig) -> float:
     if base != "packed":
         return NF4_BITS[True] if base == "nf4" else 32.0
     rounding = Rounding()
-    if config.start_from is not None and config.start_from.exists():
+    if config.start_from is not None and config.start_from.exists() and not is_gguf(config.start_from):
         told = read_json(find_initial_weights(config.start_from).folder / "config.json").get("quantization_config")
         if isinstance(told, dict) and told.get("quant_method") in KEYS:  # or the run refuses it, by its name
             rounding = read_settings(told)[1]

@@ -14,8 +14,10 @@ from shared.course.typed import configured, with_words
 from shared.data.prepare import PrepareConfig
 from shared.data.tokenizer import TextTokenizer
 from shared.finetune.gguf.packaged import is_gguf
+from shared.finetune.gguf.unpack import shape_of
 from shared.model.config import ModelConfig
 from shared.model.families import PRESETS, preset
+from shared.model.hf.files import PretrainedError
 from shared.moe.config import MixtureModelConfig
 from shared.parallel.config import AXES, VIEWS, parse_layout
 from shared.trainer.config import TrainerConfig
@@ -60,7 +62,9 @@ def start_shape(settings: Mapping[str, Any], file: Path) -> MixtureModelConfig:
         CourseError: nothing says it.
     """
     start = Path(settings["start_from"]).expanduser()
-    if start.exists() or is_gguf(start):
+    if is_gguf(start):
+        return gguf_model(start, "start_from")
+    if start.exists():
         return find_initial_weights(start).model
     for beside in sorted(file.parent.glob("*.yaml")):
         trained = read_settings(beside)
@@ -76,6 +80,14 @@ def start_shape(settings: Mapping[str, Any], file: Path) -> MixtureModelConfig:
             f"{', '.join(PRESETS)}: download it, or begin the folder's name with one of these."
         )
     return MixtureModelConfig(**PRESETS[max(known, key=len)])
+
+
+def gguf_model(path: Path, setting: str) -> MixtureModelConfig:
+    """The model in a GGUF file, of which no weight is read."""
+    try:
+        return MixtureModelConfig(**vars(shape_of(path)))
+    except PretrainedError as error:
+        raise SettingError(f"{setting}: {error}") from None
 
 
 def with_degrees(parallel: dict[str, Any], layout: str) -> dict[str, Any]:
@@ -95,7 +107,9 @@ def named_shape(model: str) -> MixtureModelConfig:
     Raises:
         SettingError: it is neither.
     """
-    if Path(model).exists() or is_gguf(model):
+    if is_gguf(model):
+        return gguf_model(Path(model), "--model")
+    if Path(model).exists():
         return find_initial_weights(Path(model), "--model").model
     if model not in PRESETS:
         raise SettingError(f"--model is {model}: give a folder with a model, or one of {', '.join(PRESETS)}.")
