@@ -40,6 +40,17 @@ REFUSED = {  # settings that make another model of the same tensors, with the va
     "kasa_config": (None,), "monteclora_config": (None,), "velora_config": (None,), "arrow_config": (None,),
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"), "prefix_projection": (False, None),
 }  # fmt: skip
+READ = (
+    "peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "alpha_pattern", "use_rslora", "use_dora",
+    "target_parameters", "num_virtual_tokens",
+)  # fmt: skip
+UNUSED = (  # what the tensors' names and shapes say as well; how values began; what belongs to one of REFUSED
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "fan_in_fan_out", "token_dim",
+    "num_transformer_submodules", "num_attention_heads", "num_layers", "encoder_hidden_size", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs", "init_weights",
+    "qalora_group_size", "megatron_config", "megatron_core", "runtime_config", "task_type", "auto_mapping", "peft_version", "revision",
+    "inference_mode", "ensure_weight_tying",
+)  # fmt: skip
 
 
 def save_adapter(
@@ -164,6 +175,9 @@ def load_adapter(
     for key, allowed in REFUSED.items():
         if raw.get(key, allowed[0]) not in allowed:
             raise PretrainedError(f"{folder / CONFIG} has {key} {raw[key]!r}, which is not built here: merge it in peft.")
+    if strange := sorted(key for key, value in raw.items() if value and key not in {*READ, *REFUSED, *UNUSED}):
+        what = f"{folder / CONFIG} has {', '.join(strange)}, which is not known here, and the adapter is read without."
+        warnings.warn(what, stacklevel=2)
     kind = next((ours for ours, theirs in KINDS.items() if theirs == raw.get("peft_type")), None)
     if kind is None:
         raise PretrainedError(f"{folder / CONFIG} has peft_type {raw.get('peft_type')!r}: {', '.join(KINDS.values())} are built here.")
