@@ -73,7 +73,7 @@ def run(config: QuantizeConfig) -> None:
     from shared.finetune.quantization.packed_files import require_outputs, save_quantized
     from shared.model.hf.files import PretrainedError
     from shared.model.hf.pretrained import load_pretrained
-    from shared.output_files import require_writable, writing
+    from shared.output_files import remove_left_over, require_writable, writing
 
     console = Console(markup=False, emoji=False)
     for name in ("rows", "seq", "held_out_rows"):
@@ -101,6 +101,7 @@ def run(config: QuantizeConfig) -> None:
     seconds = time.perf_counter() - began
     after = perplexity(model, text, config)
     folder = config.output / "model"
+    remove_left_over(folder)
     try:
         with writing(folder):
             save_quantized(model, folder, layout=layout)

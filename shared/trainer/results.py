@@ -43,6 +43,8 @@ def evaluate_and_report(run: Run, console: Console) -> Results | None:
     """Evaluate the trained model, write the report and show the summary. Every rank calls it; rank 0 writes and returns the results."""
     config, engine = run.config, run.engine
     began = time.perf_counter()
+    if run.strategy.rank == 0:
+        remove_left_over(config.engine.output)  # before room is needed for what is whole
     held_out = run.mode.all_held_out(config, run.strategy)
     text = "" if held_out is None else f"the held-out rows ({len(held_out)} batches), "
     console.print(f"Trained. Now the report: {text}answers, figures.", highlight=False)
@@ -57,7 +59,6 @@ def evaluate_and_report(run: Run, console: Console) -> Results | None:
         if model is None:
             return None
         judged = run.mode.judge(run, model, totals)
-    remove_left_over(config.engine.output)
     metrics, damage = read_damaged(config.engine.output / "metrics.jsonl")
     if damage:
         console.print(f"{config.engine.output / 'metrics.jsonl'} is damaged ({damage}): the report shows the rest.", markup=False)

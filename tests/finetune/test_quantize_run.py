@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 from importlib import import_module
 from pathlib import Path
 
@@ -45,8 +46,12 @@ def quantize(exported, output, *words):
 
 
 def test_a_runs_model_is_quantized_and_told_about(exported, tmp_path):
+    with subprocess.Popen(["true"]) as killed:  # while it wrote
+        (tmp_path / "out" / "model").mkdir(parents=True)
+        (tmp_path / "out" / "model" / f"model.safetensors.{killed.pid}.partial").touch()
     done = quantize(exported, tmp_path / "out", "--method", "gptq")
     assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "out").rglob("*.partial"))
     assert "stack.blocks.0.feed_forward.down_proj" in done.stdout and "Perplexity of a token" in done.stdout
     before = load_pretrained(exported[0])
     after = load_quantized(tmp_path / "out" / "model")
