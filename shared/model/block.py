@@ -84,7 +84,7 @@ class Stack(nn.Module):
         config: a resolved configuration; its architecture says whether the stack is causal and has cross-attention.
 
     Attributes:
-        attended: `AttentionMask.kernel` -> masks of it that forward passes without a cache made; a compiled model counts none.
+        attended: `AttentionMask.kernel` -> masks of it that forward passes in training made; a compiled model counts none.
     """
 
     def __init__(self, config: ModelConfig, builders: Builders):
@@ -145,9 +145,11 @@ class Stack(nn.Module):
             cached = cache.keys(name, queries) if cache is not None else None
             keys = torch.arange(length, device=queries.device) if cached is None else cached
             bias = self.position_bias(queries, keys)
-            settings = {"sdpa": self.sdpa, "in_order": cached is None, "documents": takes_documents(queries.device)}
-            masks[name] = to_attention_mask(rule, queries, keys, bias, **settings)
-        if cache is None and not torch.compiler.is_compiling():
+            documents = takes_documents(queries.device)
+            masks[name] = to_attention_mask(
+                rule, queries, keys, bias, sdpa=self.sdpa, in_order=cached is None, documents=documents
+            )
+        if self.training and not torch.compiler.is_compiling():
             self.attended.update(mask.kernel for mask in masks.values())
         rope = rope_tables(self.config, positions, length) if self.config.position == "rope" else None
         return AttentionContext(masks, rope, cache)

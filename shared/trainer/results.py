@@ -65,6 +65,7 @@ def evaluate_and_report(run: Run, console: Console) -> Results | None:
     summary = {
         **judged.summary,
         **costs(run, metrics, time.perf_counter() - began),
+        **attention_summary(run),
         **layout_summary(run, memory),
         **(compared := compare_with_single_process(config)),
         **(known_causes(config) if compared else {}),
@@ -109,7 +110,6 @@ def costs(run: Run, metrics: dict[int, dict[str, float]], report_seconds: float)
         "model FLOPs utilisation": median("speed/mfu"),
         **({"peak FLOP/s, which steps raised": max(peaks)} if peaks else {}),
         "peak memory, GiB": run.costs.peak_memory / GIB,
-        **attention_summary(run),
         **run.watch.seconds,
         "seconds in training steps": run.costs.training,
         "seconds for data, evaluation and saving": run.costs.overhead,
@@ -120,7 +120,7 @@ def costs(run: Run, metrics: dict[int, dict[str, float]], report_seconds: float)
 
 
 def attention_summary(run: Run) -> dict[str, str]:
-    """Which kernels attention took on this rank, most often first, and in how many forward passes, evaluation included."""
+    """Which kernels attention took on this rank, most often first, and in how many forward passes of training."""
     stacks = [module for module in run.strategy.module.modules() if isinstance(module, Stack)]
     found = sum((stack.attended for stack in stacks), Counter())
     return {"attention": ", ".join(f"{name} ({count})" for name, count in found.most_common())} if found else {}
