@@ -31,6 +31,7 @@ BRINGS = {  # what installs a group of packages
     "trackers": "`make install GROUP=trackers` installs TensorBoard, W&B and MLflow",
     "builds": "`make install GROUP=builds` installs transformers, which `course check 02.build` compares with",
     "scaling": "`make install GROUP=scaling` installs scipy, which fits scaling laws",
+    "pretrained": "`make install GROUP=pretrained` installs what reads GGUF, and a real model of 135 million weights",
     "check": "`make check` installs what it needs",
     "test": "`make test` installs what it needs",
 }

@@ -39,7 +39,6 @@ def export(run: str, kind: str, output: Path | None) -> None:
     console = terminal.open_console()
     try:
         save_gguf(start.folder, output, kind, lambda line: terminal.say(console, line))
-    except (PretrainedError, ImportError) as error:
-        missing = f"{error}: `make install GROUP=pretrained`" if isinstance(error, ImportError) else error
-        raise CourseError(str(missing)) from None
+    except PretrainedError as error:
+        raise CourseError(str(error)) from None
     terminal.say(console, f"{output}: {output.stat().st_size / 1e6:,.0f} MB")

@@ -4,13 +4,20 @@ The library that llama.cpp's authors ship, `gguf`, parses the file and knows the
 """
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shared.course.importing import require
 from shared.model.hf.files import PretrainedError
+
+
+def library() -> ModuleType:
+    """The package `gguf`."""
+    return require("gguf", "pretrained", "GGUF")
 
 
 class GgufFile:
@@ -23,16 +30,14 @@ class GgufFile:
         architecture: llama.cpp's name of the model's kind, as `llama` or `qwen3moe`.
 
     Raises:
-        PretrainedError: the library is missing, the file is no GGUF, damaged, or one part of several.
+        PretrainedError: the file is no GGUF, damaged, or one part of several.
+        CourseError: the library is missing.
     """
 
     def __init__(self, path: Path):
+        reader_of = library().GGUFReader
         try:
-            from gguf import GGUFReader
-        except ImportError:
-            raise PretrainedError(f"{path} is GGUF, and the library that reads it is missing: `make install GROUP=pretrained`.") from None
-        try:
-            reader = GGUFReader(path)
+            reader = reader_of(path)
             self.metadata: dict[str, Any] = {name: plain(field.contents()) for name, field in reader.fields.items()}
             self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         except Exception as error:  # the library raises whatever a damaged length leads to
@@ -50,12 +55,10 @@ class GgufFile:
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         """A tensor in float32. index: of its first dimension, for one of several stacked matrices."""
-        from gguf import dequantize
-
         tensor = self.tensors[name]
         data, shape = (tensor.data, self.shapes[name]) if index is None else (tensor.data[index], self.shapes[name][1:])
         try:
-            numbers = dequantize(np.asarray(data), tensor.tensor_type)
+            numbers = library().dequantize(np.asarray(data), tensor.tensor_type)
         except NotImplementedError:
             raise PretrainedError(f"{name} in {self.path} is of type {tensor.tensor_type.name}, which gguf cannot read.") from None
         return torch.from_numpy(np.array(numbers, dtype=np.float32).reshape(shape))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import shared.moe.hf  # noqa: F401 (adds the mixtures to FORMATS)
-from shared.finetune.gguf.file import GgufFile
+from shared.finetune.gguf.file import GgufFile, library
 from shared.model.config import ModelConfig, RopeScaling
 from shared.model.hf.files import PretrainedError
 from shared.model.hf.registry import FORMATS, read_config
@@ -111,10 +111,9 @@ def rope(file: GgufFile, said: dict[str, Any], theta: float, head: int) -> dict[
 
 def places(model_type: str, config: ModelConfig) -> dict[str, tuple[str, int | None]]:
     """Tensor in Hugging Face's files -> tensor in GGUF, and the expert whose part of it it is."""
-    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
-
-    arch = next(arch for arch in MODEL_ARCH if MODEL_ARCH_NAMES[arch] == KINDS[model_type])
-    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    gguf = library()
+    arch = next(arch for arch in gguf.MODEL_ARCH if gguf.MODEL_ARCH_NAMES[arch] == KINDS[model_type])
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     found = {}
     for entry in FORMATS[model_type].tensors(config):
         expert = EXPERT.search(entry.name)

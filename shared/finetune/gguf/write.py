@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shared.course.errors import SettingError
 from shared.finetune.chat.template import spelt
+from shared.finetune.gguf.file import library
 from shared.finetune.gguf.models import FACTORS, IMPLIED, KINDS, SCALING, SIZES, config_json, places, turned
 from shared.finetune.gguf.tokenizer import NAMES, TEMPLATE, written_tokenizer
 from shared.finetune.quantization.frozen import FrozenFolder
@@ -63,8 +64,7 @@ def save_gguf(folder: Path, path: Path, kind: str = "f16", tell: Callable[[str],
     Raises:
         PretrainedError, SettingError: what cannot be written, and why.
     """
-    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
-
+    gguf = library()
     known, config, ids = read_folder(folder)
     config = config.resolved()
     files = TensorFolder(folder)
@@ -77,14 +77,14 @@ def save_gguf(folder: Path, path: Path, kind: str = "f16", tell: Callable[[str],
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        writer = GGUFWriter(unfinished, config_of_file.architecture)
+        writer = gguf.GGUFWriter(unfinished, config_of_file.architecture)
         writer.add_name(folder.resolve().parent.name if folder.name == "model" else folder.resolve().name)
-        writer.add_file_type(LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
+        writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
         writer.add_quantization_version(2)
         for key, value in (config_of_file.metadata | tokens).items():
             add(writer, key, value)
         for name, shape in shapes.items():
-            number = GGMLQuantizationType[types[name].upper()]
+            number = gguf.GGMLQuantizationType[types[name].upper()]
             writer.add_tensor_info(name, list(shape), np.dtype(np.float32), size_in(shape, number), number)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -148,9 +148,7 @@ def type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
 
 
 def size_in(shape: tuple[int, ...], number: Any) -> int:
-    from gguf import quant_shape_to_byte_shape
-
-    return int(np.prod(quant_shape_to_byte_shape(shape, number)))
+    return int(np.prod(library().quant_shape_to_byte_shape(shape, number)))
 
 
 def whole(
@@ -168,9 +166,7 @@ def whole(
 
 
 def packed(tensor: Tensor, kind: str) -> np.ndarray:
-    from gguf import GGMLQuantizationType, quantize
-
-    return quantize(tensor.contiguous().numpy(), GGMLQuantizationType[kind.upper()])
+    return library().quantize(tensor.contiguous().numpy(), library().GGMLQuantizationType[kind.upper()])
 
 
 def metadata_of_tokenizer(folder: Path, rows: int, ids: dict[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
