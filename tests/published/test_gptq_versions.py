@@ -88,6 +88,21 @@ def test_a_setting_that_is_not_known_is_named(folder):
         logits(folder)
 
 
+@pytest.mark.parametrize("kept", [["lm_head"], [], None])
+def test_an_awq_folder_that_says_its_head_is_not_converted_is_read(kept, tmp_path):
+    """A head never is quantized in what is read; another list is refused."""
+    sizes = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128}
+    model = TransformerModel(ModelConfig(**sizes, max_position_embeddings=64, initializer_range=0.1), seed=0)
+    list(quantize_model(model, [{"input_ids": IDS}], Rounding(4, 32, symmetric=False)))
+    save_quantized(model, tmp_path, layout="awq")
+    wanted = logits(tmp_path)
+    change(tmp_path, modules_to_not_convert=kept)
+    assert torch.equal(logits(tmp_path), wanted)
+    change(tmp_path, modules_to_not_convert=["q_proj"])
+    with pytest.raises(PretrainedError, match="modules_to_not_convert is .* not understood here"):
+        logits(tmp_path)
+
+
 OTHERS = {"dynamic": {"-:.*down_proj": {}}}, {"is_marlin_format": True}, {"pack_dtype": "int16"}, {"adapter": {}}
 
 
