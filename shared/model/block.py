@@ -145,7 +145,7 @@ class Stack(nn.Module):
             cached = cache.keys(name, queries) if cache is not None else None
             keys = torch.arange(length, device=queries.device) if cached is None else cached
             bias = self.position_bias(queries, keys)
-            documents = takes_documents(queries.device)
+            documents = takes_documents(queries.device, self.config.head_dim, self.config.attention_dropout)
             masks[name] = to_attention_mask(
                 rule, queries, keys, bias, sdpa=self.sdpa, in_order=cached is None, documents=documents
             )

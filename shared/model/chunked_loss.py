@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shared.devices import on_host, sent
 from shared.loss import IGNORED
+from shared.model.document_attention import pack_on_gpu
 from shared.model.masks import Documents
 from shared.totals import Batch, Totals
 
@@ -43,7 +44,7 @@ def apart(batch: Batch) -> dict:
     """What keeps the documents of packed rows apart, as arguments for a model; nothing where rows were not packed."""
     if "documents" not in batch:
         return {}
-    return {"positions": batch["positions"], "mask": Documents(batch["documents"])}
+    return {"positions": batch["positions"], "mask": Documents(batch["documents"], pack_on_gpu(batch))}
 
 
 def trained_rows(batch: Batch) -> Tensor:

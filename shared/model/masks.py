@@ -182,13 +182,15 @@ def by_document(mask: Mask, seq: int) -> AttentionMask | None:
     if kinds not in (["Documents"], ["Causal", "Documents"], ["Causal", "Documents", "Window"]):
         return None
     rule = next(rule for rule in rules if isinstance(rule, Documents))
-    packed = pack_of(rule.ids, rule.ids.device) if rule.packed is None and rule.ids.is_cpu else rule.packed
+    on_cpu = rule.ids.is_cpu
+    packed = pack_of(rule.ids, rule.ids.device) if rule.packed is None and on_cpu else rule.packed
     if packed is None:
         return None
     causal, window = "Causal" in kinds, next((rule.size for rule in rules if isinstance(rule, Window)), None)
-    if packed.longest == seq and len(packed.lengths) == packed.rows and window is None:  # each row is one document
+    if len(packed.starts) - 1 == packed.rows and window is None:  # each row is one document
         return AttentionMask(causal=causal)
-    return AttentionMask(documents=DocumentMask(packed, causal, window)) if saves_work(packed.lengths, packed.rows, seq) else None
+    cheaper = not on_cpu or saves_work(packed.lengths, packed.rows, seq)
+    return AttentionMask(documents=DocumentMask(packed, causal, window)) if cheaper else None
 
 
 def parts_of(mask: Mask) -> list[Mask]:

@@ -102,6 +102,7 @@ def test_one_row_of_documents_stands_for_all_rows():
 def test_lengths_and_starts_are_those_of_the_rows():
     packed = pack_of(ids_of([[200, 300, -12], [512]]), torch.device("cpu"))
     assert packed.lengths == [200, 300, 12, 512] and packed.rows == 2 and packed.longest == 512
+    assert pack_of(ids_of([[200, 200, -112]]), torch.device("cpu")).longest == 256
     assert packed.starts.tolist() == [0, 200, 500, 512, 1024] and packed.starts.dtype == torch.int32
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from shared.course.binding import exercise
 from shared.model.context import AttentionContext
+from shared.model.document_attention import varlen_operator
 
 
 def random_state_of(tensor: Tensor) -> list[Tensor]:
@@ -131,7 +132,8 @@ def run_block_selectively(inner: RunBlock, block: nn.Module, x: Tensor, context:
     """Selective activation checkpointing, as a `run_block`: PyTorch's own, which keeps the results of matrix products and attention."""
     if not torch.is_grad_enabled():
         return inner(block, x, context)
-    return checkpoint(inner, block, x, context, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, KEPT))
+    kept = KEPT + ([varlen_operator()] if x.is_cuda else [])
+    return checkpoint(inner, block, x, context, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept))
 
 
 def run_block_by_torch(inner: RunBlock, block: nn.Module, x: Tensor, context: AttentionContext) -> Tensor:

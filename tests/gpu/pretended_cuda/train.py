@@ -3,7 +3,7 @@
 CASE.json is a list of cases, each {"words": [...], "ranks": n}: a configuration's file and its overrides. A case runs twice: with
 engine.device=cuda in the folder that the words name, and with engine.device=cpu in the folder beside it with "-cpu" at its end. Ranks are
 threads, each with a card of its own. RESULT.json gets for each case the waits of its last step that is neither logged nor saved, those of
-all sampling, its forward passes and its collectives, and the losses of both runs.
+all sampling, its forward passes and its collectives, the calls of the kernel for variable lengths, and the losses of both runs.
 """
 
 import json
@@ -13,7 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[3])]
+TESTS = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(TESTS / "gpu"), str(TESTS / "support"), str(TESTS.parent)]
 
 from pretended_cuda import backend  # noqa: E402
 
@@ -22,6 +23,7 @@ LIBRARY = backend.start()
 import torch  # noqa: E402
 from pretended_cuda.waits import Waits, count_hidden  # noqa: E402
 from rich.console import Console  # noqa: E402
+from varlen_stand_in import stand_in  # noqa: E402
 
 from shared.engine.engine import RuntimeEngine  # noqa: E402
 from shared.parallel.comm.communicator import Communicator  # noqa: E402
@@ -126,17 +128,18 @@ def main() -> None:
     result, cases = (Path(word) for word in sys.argv[1:])
     count_hidden()
     ranks_have_cards()
-    steps, sampled, told = plain_steps(), sampling(), []
+    steps, sampled, varlen, told = plain_steps(), sampling(), stand_in("cuda"), []
     for case in json.loads(cases.read_text(encoding="utf-8")):
         steps.clear()
         sampled.clear()
+        varlen.clear()
         began = time.process_time()
         card = run([*case["words"], "engine.device=cuda"], case["ranks"])
-        seconds, on_card = time.process_time() - began, dict(sampled)
+        seconds, on_card, of_documents = time.process_time() - began, dict(sampled), len(varlen)
         host = run([*case["words"], "engine.device=cpu", f"engine.output={card}-cpu"], case["ranks"])
         waits = [[count, what, where] for (what, where), count in steps[-1].most_common()]
         found = {"waits": waits, "sampling": on_card, "card": losses(card), "host": losses(host)}
-        told.append(found | {"seconds": seconds, "peak": LIBRARY.pretended_cuda_peak()})
+        told.append(found | {"varlen": of_documents, "seconds": seconds, "peak": LIBRARY.pretended_cuda_peak()})
         result.write_text(json.dumps(told), encoding="utf-8")
 
 

@@ -14,7 +14,8 @@ from gpu_rows import Row
 from torch import Tensor
 
 from shared.model.attention import eager_attention, sdpa_attention
-from shared.model.masks import Causal, Documents, Full, Mask, Padding, Prefix, Window, to_attention_mask
+from shared.model.document_attention import pack_of
+from shared.model.masks import Both, Causal, Documents, Full, Mask, Padding, Prefix, Window, to_attention_mask
 from shared.model.rope import alibi_bias
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}  # 8 bits of mantissa, 11 bits
@@ -22,11 +23,12 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-
 
 @dataclass
 class Case:
-    """groups: query heads for each key-value head. biased: ALiBi."""
+    """groups: query heads for each key-value head. biased: ALiBi. varlen: by the kernel for variable lengths, as packed rows in a run."""
 
     rule: Mask
     groups: int = 1
     biased: bool = False
+    varlen: bool = False
 
 
 def cases_of(rows: int, seq: int) -> dict[str, Case]:
@@ -45,6 +47,10 @@ def cases_of(rows: int, seq: int) -> dict[str, Case]:
         "prefix": Case(Causal() | Prefix(seq // 4)),
         "padding": Case(some),
         "a row that may look nowhere": Case(nowhere),
+        "documents, variable lengths": Case(Causal() & documents, varlen=True),
+        "documents, variable lengths, grouped queries": Case(Causal() & documents, groups=4, varlen=True),
+        "documents, variable lengths, both ways": Case(Full() & documents, varlen=True),
+        "documents, variable lengths, window": Case(Causal() & documents & Window(seq // 8), varlen=True),
         "ALiBi": Case(Causal(), biased=True),
         "ALiBi, documents": Case(Causal() & documents, biased=True),
     }
@@ -54,6 +60,8 @@ def run(machine: Machine, small: bool) -> Iterator[Row]:
     rows, heads, seq, size = (2, 4, 32, 16) if small else (2, 8, 1024, 64)
     for name, case in cases_of(rows, seq).items():
         for precision, tolerance in TOLERANCES.items():
+            if case.varlen and precision.startswith("float") and precision != "float16":
+                continue  # it is for 16 bits
             if precision == "float64" and not small:
                 seq_here = seq // 4  # the reference and the kernel that is written out hold [heads, seq, seq]
                 here = cases_of(rows, seq_here)[name]
@@ -86,9 +94,18 @@ def forward_and_backward(attend, case: Case, rounded: torch.dtype, tensors: list
     queries = leaves[0]
     positions = torch.arange(queries.shape[2], device=queries.device)
     bias = alibi_bias(queries.shape[1], positions, positions).to(rounded).to(queries.dtype) if case.biased else None
-    mask = to_attention_mask(on(case.rule, queries.device), positions, positions, bias, sdpa=attend is sdpa_attention)
-    mixed = attend(*leaves, mask, queries.shape[-1] ** -0.5, 0.0)
+    rule = on(packed(case.rule, queries.device) if case.varlen else case.rule, queries.device)
+    mask = to_attention_mask(rule, positions, positions, bias, sdpa=attend is sdpa_attention, documents=case.varlen)
+    with torch.autocast(queries.device.type, rounded, enabled=case.varlen and attend is sdpa_attention):
+        mixed = attend(*leaves, mask, queries.shape[-1] ** -0.5, 0.0)
     return [mixed.detach(), *torch.autograd.grad(mixed, leaves, upstream)]
+
+
+def packed(rule: Mask, device: torch.device) -> Mask:
+    """A rule whose documents were read on the host, as `pack_on_gpu` does."""
+    if isinstance(rule, Both):
+        return Both(packed(rule.left, device), packed(rule.right, device))
+    return Documents(rule.ids, pack_of(rule.ids, device)) if isinstance(rule, Documents) else rule
 
 
 def on(rule: Mask, device: torch.device) -> Mask:
