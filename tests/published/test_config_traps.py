@@ -61,7 +61,8 @@ FOLDERS = {
     }),
     "BLOOM, six heads": ("bloom", {"vocab_size": 96, "hidden_size": 48, "n_layer": 2, "n_head": 6}),
     "T5, two and three layers": ("t5", {
-        "vocab_size": 96, "d_model": 48, "d_kv": 12, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "decoder_start_token_id": 0,
+        "vocab_size": 96, "d_model": 48, "d_kv": 12, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
+        "decoder_start_token_id": 0,
     }),
 }  # fmt: skip
 
