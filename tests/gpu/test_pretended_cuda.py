@@ -21,6 +21,8 @@ SCRIPT = Path(backend.__file__).with_name("train.py")
 TUNED = ["mode=sft", "adapter.rank=4", "optimizer.name=adamw", "report.held_out_rows=4", "data.held_out_rows=4"]
 PAIRS = ["mode=dpo", "optimizer.name=adamw", "report.held_out_rows=4", "data.held_out_rows=4"]
 TASKS = ["mode=grpo", "optimizer.name=adamw", "engine.evaluate_every=0"]
+LONG = ["data.seq=2048", "model.max_position_embeddings=2048", "data.batch_size=2", "precision=bfloat16", "report.prompts=[]"]
+LONG += ["report.completions=0"]
 CASES = {  # words, ranks, and how often the host may wait for the card in a step that is neither logged nor saved
     "one": ([], 1, 1),
     "dp2": (["parallel.data_parallel=2"], 2, 1),
@@ -30,7 +32,7 @@ CASES = {  # words, ranks, and how often the host may wait for the card in a ste
     "lora": (TUNED, 1, 1),
     "lora_dp2": ([*TUNED, "parallel.data_parallel=2"], 2, 1),
     "dpo": (PAIRS, 1, 1),
-    "varlen": (["data.seq=2048", "model.max_position_embeddings=2048", "data.batch_size=2", "precision=bfloat16", "report.prompts=[]", "report.completions=0"], 1, 1),
+    "varlen": (LONG, 1, 1),
     "grpo": (TASKS, 1, None),
     "grpo_dp2": ([*TASKS, "parallel.data_parallel=2"], 2, None),
 }
