@@ -75,7 +75,7 @@ def test_as_many_turns_are_left_out_as_where_one_is_left_out_at_a_time(talk, siz
         ids, dropped = naive_fitting(mine, turn)
         with monkeypatch.context() as patch:
             prompt = ChatEncoder.prompt
-            patch.setattr(ChatEncoder, "prompt", lambda *given: read.append(sum(len(each["content"]) for each in given[2])) or prompt(*given))
+            patch.setattr(ChatEncoder, "prompt", lambda *given: read.append(sum(len(m["content"]) for m in given[2])) or prompt(*given))
             assert mine.fitting(turn) == ids and (mine.dropped, len(mine.messages)) == (dropped, 2 * (pairs - dropped))
         assert len(read) <= 8 and max(read) <= 4 * talk.context * 10
 
@@ -140,7 +140,8 @@ def head(server, length: int, **changed: str) -> bytes:
 
 @pytest.mark.parametrize("moment", ["header", "body", "refusal"])
 def test_a_reset_connection_leaves_the_terminal_as_it_was(server, capfd, moment):
-    sent = {"header": head(server, 100)[:40], "body": head(server, 100) + b"{", "refusal": head(server, MEGABYTE, Host="evil") + b"a" * 200_000}
+    refused = head(server, MEGABYTE, Host="evil") + b"a" * 200_000
+    sent = {"header": head(server, 100)[:40], "body": head(server, 100) + b"{", "refusal": refused}
     with connected(server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         connection.sendall(sent[moment])
