@@ -63,7 +63,8 @@ def test_each_command_installs_the_packages_that_it_needs_and_no_more():
     asked = {command: re.findall(r"install.sh \S+ *(\w*)$", make("--dry-run", *command.split(), "VENV=none"), re.M) for command in COMMANDS}
     assert asked == {command: [group] for command, group in COMMANDS.items()}
     assert set(COMMANDS.values()) == {"", *GROUPS} == {"", *BRINGS}
-    assert GROUPS["test"][0] == f"{PROJECT['name']}[check,trackers,scaling,pretrained]" and GROUPS["check"][0] == f"{PROJECT['name']}[lab,builds]"
+    assert GROUPS["test"][0] == f"{PROJECT['name']}[check,trackers,scaling,pretrained]"
+    assert GROUPS["check"][0] == f"{PROJECT['name']}[lab,builds]"
 
 
 def test_what_a_learner_runs_imports_only_what_make_run_installs():

@@ -10,7 +10,7 @@ it reads. Lines may be piped in. `course sample` answers one prompt; `shared.tra
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
