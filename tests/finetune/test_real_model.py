@@ -49,9 +49,10 @@ def test_ids_are_llama_cpps_own(folder):
 
 
 def test_it_knows_the_capital_of_france(folder):
-    done = CliRunner().invoke(cli, ["sample", str(folder), QUESTION[0]["content"], "--temperature", "0", "--new-tokens", "24"])
+    greedy = ("--temperature", "0", "--new-tokens", "24")
+    done = CliRunner().invoke(cli, ["sample", str(folder), QUESTION[0]["content"], *greedy])
     assert done.output == "The capital of France is Paris.\n"
-    done = CliRunner().invoke(cli, ["sample", str(folder), "The capital of France is", "--plain", "--temperature", "0", "--new-tokens", "4"])
+    done = CliRunner().invoke(cli, ["sample", str(folder), "The capital of France is", "--plain", *greedy])
     assert done.output.startswith(" Paris.")
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,19 @@ CASES = {  # words, ranks, and how often the host may wait for the card in a ste
 }
 
 
+LONGER = ("dpo", "varlen")  # a minute of processor time together
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in LONGER else name for name in CASES]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pretended_cuda")
+    """Results of a case by its name, and what was printed to stderr; cases of one kind are run together."""
+    run = cache(lambda names: results_of(names, tmp_path_factory.mktemp("pretended_cuda")))
+    short = tuple(name for name in CASES if name not in LONGER)
+    return lambda name: run(("one", *LONGER) if name in LONGER else short)
+
+
+def results_of(names, folder):
     settings = merged(
         TINY,
         {
@@ -55,7 +66,8 @@ def runs(tmp_path_factory):
     of_tasks = folder / "tasks.yaml"
     del settings["data"]["held_out_rows"]
     of_tasks.write_text(yaml.safe_dump(merged(settings, {"grpo": ROLLING["grpo"]})), encoding="utf-8")
-    for name, (words, ranks, _) in CASES.items():
+    for name in names:
+        words, ranks, _ = CASES[name]
         start = [f"start_from={folder / 'one'}"] if any(word.startswith("mode=") for word in words) else []
         chosen = of_tasks if "mode=grpo" in words else file
         cases.append({"words": [str(chosen), *words, *start, f"engine.output={folder / name}"], "ranks": ranks})
@@ -64,12 +76,12 @@ def runs(tmp_path_factory):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=1800)
     found = folder / "result.json"
     results = json.loads(found.read_text(encoding="utf-8")) if found.is_file() else []
-    return dict(zip(CASES, results, strict=False)), done.stderr[-3000:]
+    return dict(zip(names, results, strict=False)), done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_run_on_a_card_ends_and_trains_what_the_cpu_trains(name, runs):
-    results, error = runs
+    results, error = runs(name)
     assert name in results, error
     near = 2e-3 if name == "varlen" else 1e-4  # in 16 bits
     assert results[name]["card"] == pytest.approx(results[name]["host"], rel=near, abs=1e-6)
@@ -77,9 +89,9 @@ def test_a_run_on_a_card_ends_and_trains_what_the_cpu_trains(name, runs):
     assert results[name]["peak"] > 0
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, most) in CASES.items() if most])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("grpo", "grpo_dp2")])
 def test_the_host_seldom_waits_for_the_card_in_a_step(name, runs):
-    results, error = runs
+    results, error = runs(name)
     assert name in results, error
     waits = results[name]["waits"]
     assert sum(count for count, _, _ in waits) <= CASES[name][2], waits
@@ -87,7 +99,7 @@ def test_the_host_seldom_waits_for_the_card_in_a_step(name, runs):
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_dp2"])
 def test_the_host_waits_once_for_each_token_that_is_sampled(name, runs):
-    results, error = runs
+    results, error = runs(name)
     assert name in results, error
     found = results[name]["sampling"]
     waits = sum(count for what, count in found.items() if what.startswith("wait"))
