@@ -168,7 +168,8 @@ def exported(report: ReportConfig) -> list:
     config = TrainerConfig(**BASE | {"report": report})
     ended = SimpleNamespace(
         config=config, engine=SimpleNamespace(device=torch.device("cpu")), mode=SimpleNamespace(all_held_out=lambda *_: None),
-        strategy=SimpleNamespace(mesh=SimpleNamespace(world=SimpleNamespace(gather_objects=list))), costs=SimpleNamespace(peak_here=[1]),
+        strategy=SimpleNamespace(rank=1, mesh=SimpleNamespace(world=SimpleNamespace(gather_objects=list))),
+        costs=SimpleNamespace(peak_here=[1]),
     )  # fmt: skip
     with patch.object(results, "export", written.append), patch.object(results, "whole_model", lambda ended: None):
         results.evaluate_and_report(ended, Console(file=io.StringIO()))
