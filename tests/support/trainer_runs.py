@@ -1,5 +1,6 @@
 """A tiny run of the trainer for its tests: its settings, and the trainer as its user starts it."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -33,10 +34,11 @@ TINY = {
 
 def settings_file(folder: Path, prepared: Path, **changes) -> Path:
     folder.mkdir(exist_ok=True)
-    path = folder / "tiny.yaml"
-    path.write_text(
+    path, written = folder / "tiny.yaml", folder / f"tiny.yaml.{os.getpid()}"
+    written.write_text(
         yaml.safe_dump(merged(merged(TINY, {"data": {"prepared": str(prepared)}, "engine": {"output": str(folder / "run")}}), changes))
     )
+    os.replace(written, path)  # ranks may each write it, and read it while another does
     return path
 
 
