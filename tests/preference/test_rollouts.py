@@ -212,7 +212,7 @@ REWARDS = [
     (failing, r"The reward failing failed on answers to the prompts from \d+ on: KeyError: 'answer'"),
     (lambda samples: [float("nan")] * len(samples), r"gave nan for an answer to prompt \d+: a finite number is needed"),
     (lambda samples: [1.0], "gave 1 numbers for 8 answers"),
-    (lambda samples: [None] * len(samples), "failed on answers"),
+    (lambda samples: [None] * len(samples), "gave None for an answer: PPO learns a value from each"),
 ]
 
 

@@ -35,7 +35,7 @@ def test_a_report_that_is_written_again_has_the_last_rollout(tmp_path, base):
     config = preferring_config(tmp_path, base, "ppo", "steps=2", "schedule.decay_steps=0")
     first, again = (train_model(config, QUIET).judged.summary for _ in range(2))
     assert "last rollout's reward" in first and again.pop("starts of the run, whose seconds are added up") == 2
-    assert first.keys() == again.keys()
+    assert first.keys() - again.keys() == {"attention"} and again.keys() < first.keys()  # which only a process that trains can count
     assert all(first[name] == again[name] for name in first if name.startswith("last rollout"))
 
 
