@@ -2,15 +2,17 @@
 
 import torch
 
-from shared.devices import on_device
+from shared.devices import on_device, on_host
 
 
 def test_a_batch_travels_to_a_gpu_through_pinned_memory_without_waiting(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append("pin") or tensor)
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, **options: asked.append((device.type, options)) or tensor)
-    on_device({"input_ids": torch.zeros(2), "targets": torch.zeros(2)}, torch.device("cuda"))
-    assert asked == ["pin"] * 2 + [("cuda", {"non_blocking": True})] * 2
+    batch = {"input_ids": torch.zeros(2), "targets": torch.zeros(2)}
+    there = on_device(batch, torch.device("cuda"))
+    assert asked == ["pin", ("cuda", {"non_blocking": True})] * 2
+    assert there.keys() == {*batch, "targets_on_host"} and on_host(there, "targets") is batch["targets"]  # which the host reads
     asked.clear()
     on_device({"input_ids": torch.zeros(2)}, torch.device("cpu"))
     assert asked == [("cpu", {"non_blocking": True})]
