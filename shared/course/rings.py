@@ -86,7 +86,7 @@ AROUND = {  # folder or module of `shared/` -> what it is for; a module that no 
     "trainer/commands": "the trainer's part of the command line",
     "trainer/evaluation": "benchmarks, bits per byte, pass@k",
     "trainer/data_check": "a look at a data file before training",
-    "trainer/elsewhere": "`course export`",
+    "trainer/export_command": "`course export`",
     "trainer/export": "a trained model and its adapter as files of other libraries",
     "trainer/launch": "local processes, elastic runs, dry runs",
     "trainer/pipeline": "pretraining, SFT and RL chained as stages",

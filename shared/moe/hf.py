@@ -1,7 +1,7 @@
 """Chapter 09. Hugging Face formats of mixture-of-experts models: Mixtral, OLMoE, Qwen 3 MoE, and dots.llm1, DeepSeek-V3's router over GQA.
 
 Importing this module adds them to the formats of `shared.model.hf.registry`. Files hold each expert by itself, as tensors that are slices
-of our stacks [E, out, in]; those of a state dict of transformers 5 hold stacks. Attention and norms are LLaMA's. Load with
+of our stacks [E, out, in]; a state dict of transformers 5 holds stacks as well. Attention and norms are LLaMA's. Load with
 `load_pretrained(folder, builders=MIXTURE)`.
 
 Left out on purpose, in reading and in writing: what is said of training (the balance loss's coefficient, router noise), which changes no

@@ -175,7 +175,7 @@ class Rollout:
         return torch.arange(self.log_probs.shape[1]) < self.lengths[:, None]
 
     def metrics(self) -> Metrics:
-        """Means over answers, those of rewards over the answers that have them; `sampler_difference` is the largest over all tokens."""
+        """Means over answers, of rewards over the answers that have one; `sampler_difference` is the largest over all tokens."""
         kl, scores = (self.log_probs - self.reference).sum(dim=1), self.scores[~self.scores.isnan()]
         parts: dict[str, list[float]] = {}
         for name, value in (part for sample in self.samples for part in sample.parts.items()):

@@ -14,7 +14,7 @@ from shared.course import terminal
 from shared.course.click_group import TRAINER, CourseCommand, examples
 from shared.course.errors import CourseError
 from shared.course.importing import all_stays
-from shared.trainer.elsewhere import export
+from shared.trainer.export_command import export
 
 
 @click.command(

@@ -17,9 +17,10 @@ import shared.moe.hf  # noqa: F401 (adds the mixtures)
 from llama_cpp import answers_of
 from shared.course.errors import SettingError
 from shared.finetune.gguf.file import GgufFile
+from shared.finetune.gguf.packaged import TYPES
 from shared.finetune.gguf.tokenizer import COMPOSED, KINDS, WHOLE_WORDS
 from shared.finetune.gguf.unpack import unpack, unpacked
-from shared.finetune.gguf.write import TYPES, plain_template, save_gguf
+from shared.finetune.gguf.write import plain_template, save_gguf
 from shared.model.hf.files import PretrainedError
 from shared.model.hf.pretrained import load_pretrained
 from shared.moe.builders import MIXTURE
@@ -187,7 +188,7 @@ def test_a_template_loses_the_tag_that_only_transformers_knows():
         ("Qwen3Moe", {"head_dim": 16} | EXPERTS | {"norm_topk_prob": False}, "norm_topk_prob"),
     ],
 )
-def test_a_model_that_gguf_cannot_say_is_refused_before_a_byte_is_written(tmp_path, kind, settings, said):
+def test_a_model_that_gguf_cannot_describe_is_refused_before_a_byte_is_written(tmp_path, kind, settings, said):
     folder = make_folder(tmp_path / "made", kind, settings)
     with pytest.raises((SettingError, ValueError), match=said):
         save_gguf(folder, tmp_path / "model.gguf")

@@ -151,7 +151,7 @@ class ChatTemplate:
             try:
                 text = self.render_all([call])[0]
             except TemplateError:
-                return  # as whoever renders it is told
+                return  # rendering it raises the same
             try:
                 self.shows[name] = text != self.render_all([other])[0]
             except TemplateError:  # it reads them, and cannot do without

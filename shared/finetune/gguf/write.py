@@ -3,8 +3,8 @@
     f32, f16, bf16       every matrix in that type
     q8_0, q4_0, q4_1     blocks of 32 numbers of a row in 8 or 4 bits; embedding and head in q8_0
 
-Vectors and routers stay in float32, as llama.cpp wants them. A row that is no multiple of 32 stays in float16. What GGUF cannot say of a
-model, or llama.cpp would compute otherwise, is refused before anything is written.
+Vectors and routers stay in float32, as llama.cpp wants them. A row that is no multiple of 32 stays in float16. What GGUF cannot describe,
+or llama.cpp would compute otherwise, is refused before anything is written.
 """
 
 import os
@@ -22,8 +22,8 @@ from torch import Tensor
 from shared.course.errors import SettingError
 from shared.finetune.chat.template import spelt
 from shared.finetune.gguf.file import library
-from shared.finetune.gguf.models import FACTORS, IMPLIED, KINDS, SCALING, SIZES, config_json, places, turned
-from shared.finetune.gguf.tokenizer import NAMES, TEMPLATE, written_tokenizer
+from shared.finetune.gguf.models import FACTORS, IMPLIED, KINDS, SCALING, SIZES, config_json, permuted, tensor_names
+from shared.finetune.gguf.tokenizer import NAMES, TEMPLATE, tokenizer_metadata
 from shared.finetune.quantization.frozen import FrozenFolder
 from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError, TensorFolder, read_json
@@ -32,7 +32,6 @@ from shared.model.hf.pretrained import read_folder
 from shared.model.hf.registry import lost_fields, read_config
 from shared.model.rope import llama3_frequencies
 
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 BLOCK = 32  # numbers that share a scale
 BOTH_ENDS = ("token_embd.weight", "output.weight")
 MARKED = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
@@ -58,7 +57,7 @@ def save_gguf(folder: Path, path: Path, kind: str = "f16", tell: Callable[[str],
     Args:
         folder: of plain weights, as a run's `model`; an adapter is merged there.
         path: the file.
-        kind: one of TYPES.
+        kind: one of `packaged.TYPES`.
         tell: called with a line for what GGUF has no place for.
 
     Raises:
@@ -69,7 +68,7 @@ def save_gguf(folder: Path, path: Path, kind: str = "f16", tell: Callable[[str],
     config = config.resolved()
     files = TensorFolder(folder)
     config_of_file = described(path, known.model_type, config, files)
-    where, shapes = places(known.model_type, config), config_of_file.shapes
+    where, shapes = tensor_names(known.model_type, config), config_of_file.shapes
     tokens = metadata_of_tokenizer(folder, config.vocab_size, ids, tell)
     types = {name: type_of(name, shape, kind) for name, shape in shapes.items()}
     if short := sorted({shape[-1] for name, shape in shapes.items() if kind[0] == "q" and types[name] == "f16"}):
@@ -90,7 +89,7 @@ def save_gguf(folder: Path, path: Path, kind: str = "f16", tell: Callable[[str],
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name in shapes:
-            writer.write_tensor_data(packed(whole(name, where, files, known.model_type, config, config_of_file.factors), types[name]))
+            writer.write_tensor_data(quantized(gathered(name, where, files, known.model_type, config, config_of_file.factors), types[name]))
         writer.close()
         os.replace(unfinished, path)
     finally:
@@ -120,7 +119,7 @@ def described(path: Path, model_type: str, config: ModelConfig, files: TensorFol
     if config.experts is not None:
         metadata[f"{arch}.expert_count"] = config.experts.num_experts
     shapes: dict[str, tuple[int, ...]] = {FACTORS: tuple(factors.shape)} if factors is not None else {}
-    for name, (theirs, expert) in places(model_type, config).items():
+    for name, (theirs, expert) in tensor_names(model_type, config).items():
         shapes[theirs] = files.shapes[name] if expert is None else (config.experts.num_experts, *files.shapes[name])
     found = Described(path, arch, metadata, shapes, factors)
     if lost := lost_fields(config, read_config(config_json(found))[1]):
@@ -151,7 +150,7 @@ def size_in(shape: tuple[int, ...], number: Any) -> int:
     return int(np.prod(library().quant_shape_to_byte_shape(shape, number)))
 
 
-def whole(
+def gathered(
     name: str, where: dict[str, tuple[str, int | None]], files: TensorFolder, model_type: str, config: ModelConfig, factors: Tensor | None
 ) -> Tensor:
     """A tensor of the GGUF file, in float32: experts stacked."""
@@ -159,13 +158,13 @@ def whole(
         return factors
     parts = [(expert or 0, source) for source, (theirs, expert) in where.items() if theirs == name]
     read = [
-        turned(source, files.read(source, [(0, size) for size in files.shapes[source]]).float(), model_type, config, back=False)
+        permuted(source, files.read(source, [(0, size) for size in files.shapes[source]]).float(), model_type, config, back=False)
         for _, source in sorted(parts)
     ]
     return read[0] if where[parts[0][1]][1] is None else torch.stack(read)
 
 
-def packed(tensor: Tensor, kind: str) -> np.ndarray:
+def quantized(tensor: Tensor, kind: str) -> np.ndarray:
     return library().quantize(tensor.contiguous().numpy(), library().GGMLQuantizationType[kind.upper()])
 
 
@@ -182,9 +181,9 @@ def metadata_of_tokenizer(folder: Path, rows: int, ids: dict[str, Any], tell: Ca
     given = {"bos": ids.get("bos_token_id"), "padding": ids.get("pad_token_id"), "eos": ends[0] if ends else None}
     given["eot"] = ends[1] if len(ends) > 1 else None
     if len(ends) > 2:
-        tell(f"GGUF has room for two end tokens: of {ends} it gets the first two.")
+        tell(f"GGUF holds two end tokens: the first two of {ends} are written.")
     numbers |= {name: number for name, number in given.items() if number is not None}
-    said = written_tokenizer(tokenizer, rows) | {f"{name}_token_id": number for name, number in numbers.items() if number is not None}
+    said = tokenizer_metadata(tokenizer, rows) | {f"{name}_token_id": number for name, number in numbers.items() if number is not None}
     first = tokenizer.encode("a").ids
     said |= {"add_bos_token": first[0] == numbers.get("bos"), "add_space_prefix": False}
     template = folder / "chat_template.jinja"

@@ -92,7 +92,7 @@ def write_common(config: ModelConfig) -> ConfigJson:
 
 
 def read_windows(raw: ConfigJson, window: int | None, first: int = 0, *, listed: bool = True) -> dict[str, Any]:
-    """Which blocks have a sliding window: those of `layer_types`; without this list, those from `first` on.
+    """Sliding windows by block: as `layer_types` lists them; without this list, from block `first` on.
 
     Args:
         window: that the file gives and does not switch off.

@@ -1,4 +1,4 @@
-"""Chapter 12. Command `course export`: a run's model in a format of other programs, `chapters/12_grpo/ELSEWHERE.md` says for which."""
+"""Chapter 12. Command `course export`: a run's model as a GGUF file, for llama.cpp and its like (`chapters/12_grpo/ELSEWHERE.md`)."""
 
 from pathlib import Path
 
@@ -8,8 +8,7 @@ from shared.course import terminal
 from shared.course.click_group import TRAINER, CourseCommand, examples
 from shared.course.errors import CourseError, SettingError
 from shared.course.importing import all_stays
-
-KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
+from shared.finetune.gguf.packaged import TYPES
 
 
 @click.command(
@@ -18,7 +17,7 @@ KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
     epilog=examples("course export runs/laptop_sft --gguf f16", "course export FOLDER --gguf q8_0 --output model.gguf"),
 )
 @click.argument("run", metavar="RUN")
-@click.option("--gguf", "kind", type=click.Choice(KINDS), required=True, help="Write a GGUF file with matrices of this type.")
+@click.option("--gguf", "kind", type=click.Choice(TYPES), required=True, help="Write a GGUF file with matrices of this type.")
 @click.option("--output", type=click.Path(path_type=Path), help="The file.  [default: NAME-TYPE.gguf in RUN]")
 def export(run: str, kind: str, output: Path | None) -> None:
     """Write the model of a run, or of any Hugging Face folder, as a GGUF file for llama.cpp, Ollama and their like.
