@@ -1,11 +1,7 @@
 """Adapters in the mode sft: what is trained, exported and resumed, and the same in every layout."""
 
-import io
 import json
-import os
-import re
 import shutil
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -13,33 +9,19 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from trainer_runs import train
-from tuned_runs import tuned_config, tuned_file
+from tuned_runs import PLAIN, in_codes, trained, tuned_config, tuned_file
 
 from shared.course.errors import SettingError
 from shared.data.tokenizer import TextTokenizer
-from shared.finetune.config import AdapterConfig
-from shared.finetune.peft_format import load_adapter
-from shared.finetune.quantization.awq import AWQ
-from shared.finetune.quantization.methods import quantize_model
-from shared.finetune.quantization.nf4_files import save_nf4
-from shared.finetune.quantization.nf4_linear import quantize_base
-from shared.finetune.quantization.packed import QuantizedLinear
-from shared.finetune.quantization.rounding import Rounding
-from shared.finetune.quantization.packed_files import save_quantized
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
 from shared.moe.config import MixtureConfig, MixtureModelConfig
 from shared.parallel.comm.threads import run_threads
 from shared.parallel.config import parse_layout
-from shared.trainer.models import with_adapter
 from shared.trainer.modes.sft import FineTuning
 from shared.trainer.run import build, train_model
-from shared.trainer.weights import find_initial_weights
 
-PLAIN = (
-    "model.hidden_dropout=0.0", "optimizer.name=sgd", "optimizer.lr=0.5", "schedule.warmup_steps=0", "schedule.decay_steps=0", "steps=3",
-)  # fmt: skip
 LAYOUTS = ("dp2_zero1", "fsdp2", "tp2", "cp2", "pp2")
 
 
@@ -79,15 +61,6 @@ def test_peft_loads_the_adapter_and_computes_what_the_merged_model_does(tmp_path
         torch.testing.assert_close(merged(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
         size = len(load_pretrained(base / "model").embedding.tokens.weight)
         assert (merged(ids)[..., :size] - load_pretrained(base / "model").eval()(ids)).abs().max() > 1e-3
-
-
-def trained(config):
-    def work(world):
-        run = build(config, Console(quiet=True), world)
-        run.engine.fit(*run.mode.loaders(run.config, run.strategy), steps=config.steps)
-        return run.strategy.full_weights()
-
-    return run_threads(work, config.parallel.ranks)[0]
 
 
 @pytest.mark.parametrize("adapter", [None, "lora"])
@@ -136,133 +109,6 @@ def test_an_interrupted_adapted_run_resumes_to_the_same_weights(tmp_path, base):
     assert again.returncode == 0 and "Going on from step" in again.stdout, again.stderr
     one, other = (load_file(tmp_path / each / "run/adapter/adapter_model.safetensors") for each in ("whole", "left"))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def in_four_bits(folder, base):
-    """The base's model quantized and saved in bitsandbytes' format, with its tokenizer."""
-    model = load_pretrained(base / "model")
-    quantize_base(model)
-    save_nf4(model, folder)
-    shutil.copy(base / "model" / "tokenizer.json", folder)
-    return folder
-
-
-@pytest.mark.parametrize("layout", ["", "parallel.fully_sharded=2"])
-def test_files_in_four_bits_are_trained_as_the_base_that_a_run_quantizes(tmp_path, base, layout):
-    words = [*PLAIN, "adapter.rank=4", "adapter.base=nf4", *([layout] if layout else [])]
-    four = in_four_bits(tmp_path / "four", base)
-    wanted = trained(tuned_config(tmp_path / "float", base, *words))
-    found = trained(tuned_config(tmp_path / "files", base, *words, f"start_from={four}"))
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert any(name.endswith("lora_B") and value.abs().max() > 0 for name, value in found.items())
-
-
-def in_codes(folder, base, method):
-    """The base's model rounded, or quantized by AWQ, and saved in GPTQ's or AWQ's layout, with its tokenizer; and as floats, beside it."""
-    model = load_pretrained(base / "model")
-    ids = torch.randint(200, (2, 64), generator=torch.Generator().manual_seed(0))
-    list(quantize_model(model, [{"input_ids": ids}], AWQ(Rounding(4, 32, symmetric=False)) if method == "awq" else Rounding(8, 32)))
-    save_quantized(model, folder / "codes", layout="awq" if method == "awq" else "gptq")
-    for name, layer in [(name, each) for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]:
-        plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        plain.weight, plain.bias = torch.nn.Parameter(layer.dequantized()), layer.bias
-        model.set_submodule(name, plain)
-    save_pretrained(model, folder / "floats")
-    for each in ("codes", "floats"):
-        shutil.copy(base / "model" / "tokenizer.json", folder / each)
-
-
-@pytest.mark.parametrize(("method", "layouts"), [("nearest", ("tensor_parallel",)), ("awq", ("fully_sharded", "tensor_parallel"))])
-def test_files_of_gptqs_and_awqs_layout_are_a_base_for_adapters(tmp_path, base, method, layouts):
-    in_codes(tmp_path, base, method)
-    words = [*PLAIN, "adapter.rank=4", "adapter.targets=[all-linear]"]
-    wanted = trained(tuned_config(tmp_path / "float", base, *words, f"start_from={tmp_path / 'floats'}"))
-    updates = [name for name in wanted if ".lora_" in name]
-    assert updates and all(wanted[name].abs().max() > 0 for name in updates)
-    for layout in (None, *layouts):
-        more = ["adapter.base=packed", f"start_from={tmp_path / 'codes'}", *([f"parallel.{layout}=2"] if layout else [])]
-        found = trained(tuned_config(tmp_path / str(layout), base, *words, *more))
-        for name in updates:
-            assert (found[name] - wanted[name]).norm() <= (2e-5 if layout else 1e-6) * wanted[name].norm() + 1e-8, (layout, name)
-
-
-def test_a_run_over_codes_exports_the_merged_model_and_its_adapter(tmp_path, base):
-    in_codes(tmp_path, base, "nearest")
-    with subprocess.Popen(["true"]) as killed:  # in its export
-        left = [tmp_path / "run" / f"{name}.{killed.pid}.partial" for name in ("adapter/adapter_config.json", "figures/loss.png")]
-    kept = tmp_path / "run" / f"eval.json.{os.getpid()}.partial"  # of another command, which writes it
-    for path in (*left, kept):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    words = ("adapter.rank=4", "optimizer.name=adamw", "optimizer.lr=0.05", "adapter.base=packed", f"start_from={tmp_path / 'codes'}")
-    results = train_model(tuned_config(tmp_path, base, *words), Console(quiet=True))
-    assert len(results.judged.answered) == 12
-    assert list((tmp_path / "run").rglob("*.partial")) == [kept]
-    merged, before = load_pretrained(tmp_path / "run" / "model").eval(), load_pretrained(tmp_path / "floats").eval()
-    over_codes = load_adapter(find_initial_weights(tmp_path / "codes").load(merged.config, apart=True), tmp_path / "run" / "adapter").eval()
-    ids = torch.arange(40)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(merged(ids), over_codes(ids), rtol=1e-4, atol=1e-4)
-        assert (merged(ids)[..., : before.config.vocab_size] - before(ids)).abs().max() > 1e-3
-
-
-def test_a_model_that_transformers_saved_in_four_bits_is_one_to_start_from(tmp_path, base):
-    import transformers
-
-    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        base / "model", device_map="cpu", dtype=torch.float32, quantization_config=how
-    )
-    theirs.save_pretrained(tmp_path / "four")
-    ours = with_adapter(find_initial_weights(tmp_path / "four").load(), AdapterConfig(base="nf4"), seed=0).eval()
-    ids = torch.arange(40)[None]
-    # with gradients: without, bitsandbytes' kernel for CPUs computes in bfloat16
-    torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["adapter.rank=4"], "start_from is a model in four bits, which stays frozen: set adapter.base to nf4"),
-        (["adapter.rank=4", "adapter.base=nf4", "hqq"], "is quantized .'hqq' in its quantization_config., and training starts"),
-        (["adapter.rank=4", "adapter.base=packed", "gptq"], "bits is None and group_size None in quantization_config"),
-        (["adapter.rank=4", "adapter.base=packed", ""], "start_from is a model in four bits, which stays frozen: set adapter.base to nf4"),
-        (["adapter.rank=4", "adapter.base=nf4", "bitsandbytes"], "is quantized .'bitsandbytes' in its quantization_config."),
-    ],
-)
-def test_files_that_cannot_be_trained_from_are_refused_in_a_sentence(tmp_path, base, capsys, words, says):
-    four, (*words, method) = in_four_bits(tmp_path / "four", base), [*words, ""] if len(words) == 1 else words
-    if method:  # bitsandbytes: in 8 bits
-        raw = json.loads((four / "config.json").read_text())
-        (four / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": method, "load_in_8bit": True}}))
-    with pytest.raises((SettingError, SystemExit)) as refusal:
-        build(tuned_config(tmp_path, base, *words, f"start_from={four}"), Console(quiet=True))
-    assert re.search(says, f"{refusal.value} {capsys.readouterr().err}")
-
-
-@pytest.mark.parametrize(
-    ("start", "words", "says"),
-    [
-        ("codes", [], "start_from is a model in GPTQ's or AWQ's codes, which stays frozen: set adapter.base to packed, or give the plain"),
-        ("codes", ["adapter.rank=4"], "set adapter.base to packed"),
-        ("codes", ["adapter.base=nf4"], "set adapter.base to packed"),
-        ("floats", ["adapter.base=packed"], "adapter.base is packed, and the weights of start_from are floats: give a folder in GPTQ's"),
-    ],
-)
-def test_codes_and_floats_are_not_taken_for_each_other(tmp_path, base, start, words, says):
-    in_codes(tmp_path, base, "nearest")
-    with pytest.raises(SettingError, match=says):
-        build(tuned_config(tmp_path, base, *words, f"start_from={tmp_path / start}"), Console(quiet=True))
-
-
-def test_a_run_says_which_layers_four_bits_leave_in_float(tmp_path, base):
-    sizes = vars(load_pretrained(base / "model").config) | {"tie_word_embeddings": False, "experts": MixtureConfig(4, 48)}
-    save_pretrained(TransformerModel(MixtureModelConfig(**sizes), MIXTURE, seed=0), tmp_path / "mixture")
-    shutil.copy(base / "model" / "tokenizer.json", tmp_path / "mixture")
-    said = io.StringIO()
-    config = tuned_config(tmp_path, base, f"start_from={tmp_path / 'mixture'}", "adapter.base=nf4", "model.hidden_dropout=0.0")
-    build(config, Console(file=said, width=400))
-    assert "leaves the experts in float (feed_forward.experts.up_proj, feed_forward.experts.down_proj, " in said.getvalue()
 
 
 def test_updates_of_experts_are_trained_on_ranks_that_share_them_and_exported(tmp_path, base):
