@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import torch
 import transformers
 from gguf import GGUFReader
 from safetensors.torch import load_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import AutoModelForCausalLM
 
 import shared.moe.hf  # noqa: F401 (adds the mixtures)
 from llama_cpp import answers_of
 from shared.course.errors import SettingError
+from shared.finetune.gguf import write
 from shared.finetune.gguf.file import GgufFile
 from shared.finetune.gguf.packaged import TYPES
 from shared.finetune.gguf.tokenizer import COMPOSED, KINDS, WHOLE_WORDS
@@ -48,7 +50,7 @@ FAMILIES = {  # name -> transformers' class, and what its configuration has besi
     "qwen3 moe": ("Qwen3Moe", {"head_dim": 16} | EXPERTS),
 }  # fmt: skip
 IDS = random.Random(0).choices(range(ROWS), k=24)
-ALPHABET = "abc DEF123  \n\t.,'s’é日本語🙂한국\u00a0\u2028-_()<|>ßñ१२"
+ALPHABET = "abc DEF123  \n\t.,'s’ée\u0301日本語🙂한국\u00a0\u2028-_()<|>ßñ१२"
 
 
 def random_texts(count: int) -> list[str]:
@@ -123,6 +125,7 @@ def test_a_round_trip_gives_the_weights_back_and_the_same_model(written, name, t
     tied = set(before) ^ set(after)
     assert tied <= {"lm_head.weight"} and all(torch.equal(before[key], after[key]) for key in set(before) & set(after))
     ours = load_pretrained(tmp_path / "read", builders=MIXTURE).eval()
+    assert ours.config.norm_eps == load_pretrained(place / "made", builders=MIXTURE).config.norm_eps  # four bytes in the file
     with torch.no_grad():
         for prompt, wanted in zip(PROMPTS[:2], next_of(place / "made", PROMPTS[:2]), strict=True):
             assert (torch.log_softmax(ours(torch.tensor([prompt]))[0, -1], -1) - wanted).abs().max() < 1e-5
@@ -160,6 +163,7 @@ def test_ids_are_llama_cpps_and_those_of_the_tokenizer_that_was_written(tokenize
     made, read = (Tokenizer.from_file(str(place / name / "tokenizer.json")) for name in ("made", "read"))
     wanted = [made.encode(text).ids for text in random_texts(300)]
     assert [read.encode(text).ids for text in random_texts(300)] == wanted
+    assert json.loads(read.to_str())["model"]["ignore_merges"] == (pre == "llama-bpe")
     composed = [made.normalizer.normalize_str(text) if made.normalizer else text for text in random_texts(300)]
     assert [ids for ids, text, same in zip(theirs, random_texts(300), composed, strict=True) if text == same] == [
         ids for ids, text, same in zip(wanted, random_texts(300), composed, strict=True) if text == same
@@ -193,6 +197,65 @@ def test_a_model_that_gguf_cannot_describe_is_refused_before_a_byte_is_written(t
     with pytest.raises((SettingError, ValueError), match=said):
         save_gguf(folder, tmp_path / "model.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_routers_stay_in_float32(tmp_path):
+    save_gguf(make_folder(tmp_path / "made", *FAMILIES["mixtral"]), tmp_path / "model.gguf", "q8_0")
+    types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "model.gguf").tensors}
+    assert types["blk.1.ffn_gate_inp.weight"] == "F32" and types["blk.1.ffn_gate_exps.weight"] == "Q8_0"
+
+
+def test_two_end_tokens_and_a_beginning_that_the_tokenizer_adds_are_kept(tmp_path):
+    folder, said = make_folder(tmp_path / "made", "Llama", {"eos_token_id": [1, 7, 9]}), []
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", "<|begin|> $A <|begin|> $B", [("<|begin|>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    save_gguf(folder, tmp_path / "model.gguf", "f32", said.append)
+    known = GgufFile(tmp_path / "model.gguf").metadata
+    assert [known[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "eot")] == [0, 1, 7] and "first two" in said[0]
+    assert known["tokenizer.ggml.add_bos_token"] is True
+    unpack(GgufFile(tmp_path / "model.gguf"), tmp_path / "read")
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "read")("abc")["input_ids"]
+    [found] = answers_of([{"model": str(tmp_path / "model.gguf"), "texts": ["abc"]}])
+    assert ids == found["ids"][0] == tokenizer.encode("abc").ids and ids[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("llama.attention.scale", 0.5, "attention.scale is 0.5, which is not understood here"),
+        ("llama.rope.dimension_count", 8, "rope.dimension_count is 8 beside heads of 16"),
+        ("llama.block_count", None, "llama.block_count is None, and a model needs one number there"),
+        ("llama.rope.scaling.type", "longrope", "rope.scaling.type is 'longrope'"),
+        ("general.architecture", "gemma", "holds a model of the kind gemma"),
+        ("tokenizer.ggml.model", "llama", "has a tokenizer of the kind 'llama'"),
+        ("tokenizer.ggml.pre", "tekken", "has the pre-tokenizer 'tekken'"),
+    ],
+)
+def test_metadata_that_are_not_understood_are_refused_before_a_byte_is_written(tmp_path, key, value, said):
+    save_gguf(make_folder(tmp_path / "made", "Llama", {"num_hidden_layers": 1}), tmp_path / "model.gguf")
+    file = GgufFile(tmp_path / "model.gguf")
+    file.metadata[key] = value
+    file.architecture = file.metadata["general.architecture"]
+    with pytest.raises(PretrainedError, match=re.escape(said)):
+        unpack(file, tmp_path / "read")
+    assert not (tmp_path / "read").exists()
+
+
+def test_a_tensor_too_many_and_a_part_of_a_model_are_refused(tmp_path, monkeypatch):
+    save_gguf(make_folder(tmp_path / "made", "Llama", {"num_hidden_layers": 1}), tmp_path / "model.gguf")
+    file = GgufFile(tmp_path / "model.gguf")
+    file.shapes["blk.0.attn_sinks.weight"] = (4,)
+    with pytest.raises(PretrainedError, match="extra: blk.0.attn_sinks.weight"):
+        unpack(file, tmp_path / "read")
+    del file.shapes["blk.0.ffn_up.weight"]
+    with pytest.raises(PretrainedError, match="missing: blk.0.ffn_up.weight"):
+        unpack(file, tmp_path / "read")
+    written = write.metadata_of_tokenizer
+    monkeypatch.setattr(write, "metadata_of_tokenizer", lambda *words: written(*words) | {"split.count": 3})
+    save_gguf(tmp_path / "made", tmp_path / "part.gguf")
+    with pytest.raises(PretrainedError, match="one of 3 parts of a model"):
+        GgufFile(tmp_path / "part.gguf")
 
 
 def test_other_kinds_of_files_are_refused_by_name(tmp_path):

@@ -58,6 +58,13 @@ def test_documents_by_themselves_give_the_numbers_of_the_mask(packed, rule, head
         torch.testing.assert_close(each, wanted, rtol=1e-10, atol=1e-12)
 
 
+def test_dropout_reaches_each_document():
+    positions = torch.arange(SEQ)
+    mask = to_attention_mask(Causal() & Documents(ids_of(PACKED[next(iter(PACKED))])), positions, positions, documents=True)
+    ones = torch.ones(2, 1, SEQ, 4)
+    assert mask.documents is not None and not sdpa_attention(ones, ones, ones, mask, 0.5, 1.0).any()
+
+
 def test_a_row_that_is_one_document_takes_the_causal_flag():
     positions = torch.arange(SEQ)
     assert to_attention_mask(Causal() & Documents(ids_of([[SEQ]])), positions, positions, documents=True) == AttentionMask(causal=True)

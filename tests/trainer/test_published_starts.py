@@ -78,6 +78,19 @@ def test_the_export_keeps_every_named_token_and_transformers_pads_and_generates_
     assert TextTokenizer.load(tmp_path / "run" / "adapter").names.keys() == {"bos_token", "pad_token", "unk_token"}
 
 
+def test_a_tokenizer_that_grows_keeps_the_names_of_its_tokens(published):
+    assert TextTokenizer.load(published).with_special(["<|new|>"]).names["pad_token"] == NAMES["pad_token"]
+
+
+def test_new_tokens_under_an_adapter_are_those_of_the_run_in_its_checkpoint(base, tmp_path):
+    done = train(tuned_file(tmp_path, base, adapter={"rank": 2}))
+    assert done.returncode == 0, done.stderr
+    wanted, _, _ = opened(tmp_path / "run")
+    for name in ("model", "adapter"):
+        shutil.rmtree(tmp_path / "run" / name)
+    assert torch.equal(opened(tmp_path / "run")[0].embedding.tokens.weight, wanted.embedding.tokens.weight)
+
+
 @pytest.mark.parametrize("adapter", [{"rank": 4, "dropout": 0.1, "targets": ["all-linear"]}, {"kind": "prompt", "virtual_tokens": 3}])
 def test_an_adapter_s_checkpoint_is_talked_to_over_the_base_of_its_run(published, tmp_path, adapter):
     done = train(tuned_file(tmp_path, published, adapter=adapter, optimizer={"name": "adamw", "lr": 0.01}))

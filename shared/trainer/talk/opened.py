@@ -25,15 +25,20 @@ def opened(path: Path) -> tuple[TransformerModel, TextTokenizer, Path]:
     """The model of a run or of a folder, its tokenizer, and the folder that may have a template."""
     adapter = path / "adapter"
     if (adapter / "adapter_config.json").is_file() and not (path / "model").exists():  # virtual tokens, which are in no weight
-        record = provenance.read_record(path / provenance.CONFIG)
-        start = find_initial_weights(Path(str(record.get("start_from"))))
-        size = (record.get("model") or {}).get("vocab_size", start.model.vocab_size)
-        model = start.load(MixtureModelConfig(**vars(replace(start.model, vocab_size=size))), apart=True)
+        model = base_of(path / provenance.CONFIG)
         load_adapter(model, adapter)
         return model, TextTokenizer.load(adapter), adapter
     model, start = read_weights(path, "RUN", lambda start: (adapted(start) if start.is_checkpoint else start.load(), start))
     use_kernels(model, fused_kernel)  # of quantized layers
     return model, start.text_tokenizer(), start.tokenizer_folder()
+
+
+def base_of(record: Path) -> TransformerModel:
+    """The weights that the run of a record started from, with a row for each token of the run's vocabulary."""
+    said = provenance.read_record(record)
+    start = find_initial_weights(Path(str(said.get("start_from"))), f"{record}: start_from")
+    size = (said.get("model") or {}).get("vocab_size", start.model.vocab_size)
+    return start.load(MixtureModelConfig(**vars(replace(start.model, vocab_size=size))), apart=True)
 
 
 def adapted(start: InitialWeights) -> TransformerModel:
@@ -47,12 +52,11 @@ def adapted(start: InitialWeights) -> TransformerModel:
     if not provenance.read_record(record).get("adapter"):
         return start.load()
     config = parse_text(TrainerConfig, record.read_text(encoding="utf-8"))
-    base = find_initial_weights(config.start_from, f"{record}: start_from")
-    model = with_adapter(base.load(config.model, apart=True), config.adapter, config.seed)
+    model = with_adapter(base_of(record), config.adapter, config.seed)
     held = json.loads((start.folder / STATE).read_text(encoding="utf-8"))["contents"]["tensors"]["weights"]
     parameters = logical_parameters(model)
     if unknown := sorted(held.keys() - parameters.keys()):
-        raise CourseError(f"{start.folder} holds {unknown[0]}, which the model in {base.folder} with the run's adapter has not.")
+        raise CourseError(f"{start.folder} holds {unknown[0]}, which the model in {config.start_from} with the run's adapter has not.")
     with torch.no_grad():
         for name, (_, shape) in held.items():
             parameters[name].copy_(read_checkpoint(start.folder, name, tuple(shape), [0] * len(shape), shape))
