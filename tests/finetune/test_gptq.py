@@ -173,6 +173,18 @@ def test_blocks_get_the_inputs_that_a_forward_pass_gives_them(model, batches):
     assert model.training  # as it was found
 
 
+def test_a_watched_block_runs_no_further_than_the_layer(model, batches):
+    _, block, inputs = next(blocks_with_inputs(model, batches))
+    called, layers = [], [layer for group in shared_inputs(block, "0") for layer in group.layers]
+    hooks = [block.get_submodule(layer).register_forward_hook(lambda *_, layer=layer: called.append(layer)) for layer in layers]
+    try:
+        watch(block, inputs, "attention.o_proj", lambda arguments, kept: None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert called == ["attention.q_proj", "attention.k_proj", "attention.v_proj"] * len(batches)
+
+
 def test_each_layer_sees_the_quantized_layers_before_it(model, batches):
     """The last layer of the quantized model is what GPTQ makes of its float weight and of its inputs in the quantized model."""
     settings, quantized = GPTQ(Rounding(4, 32)), copy.deepcopy(model)

@@ -5,6 +5,7 @@ where those are quantized already: each layer makes up for what the layers befor
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -111,13 +112,23 @@ def run(block: Block, given: BlockInput) -> Tensor:
     return block(given.x, given.context)
 
 
+class Reached(Exception):
+    """A watched module was called: nothing after it in its block needs to run."""
+
+
 def watch(block: Block, inputs: Iterable[BlockInput], name: str, visit: Callable[[tuple[Any, ...], Tensor], None]) -> None:
-    """Run a block on its inputs, and call visit(arguments, kept) with what its module `name` is called with, batch by batch."""
+    """Run a block on its inputs up to its module `name`, and call visit(arguments, kept) with what that is called with, batch by batch."""
     kept: list[Tensor] = []
-    hook = block.get_submodule(name).register_forward_pre_hook(lambda _, arguments: visit(arguments, kept[-1]))
+
+    def stop(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        visit(arguments, kept[-1])
+        raise Reached
+
+    hook = block.get_submodule(name).register_forward_pre_hook(stop)
     try:
         for given in inputs:
             kept.append(given.kept)
-            run(block, given)
+            with suppress(Reached):
+                run(block, given)
     finally:
         hook.remove()
