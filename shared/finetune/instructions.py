@@ -5,21 +5,20 @@ alone; those that are held out never occur among the training conversations, bec
 
 What is written are files like any user's: conversations in the shape `messages`, and held-out tasks, one JSON object a line.
 
-Left out on purpose: running the code that a model writes. Two functions count as the same if their syntax trees are (`same_python`).
+Left out on purpose: running the code that a model writes.
 """
 
-import ast
 import hashlib
 import json
 import random
-import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 from shared.course.errors import CourseError
+from shared.finetune.answer_checks import CHECKS
 from shared.finetune.chat.messages import with_system
 from shared.output_files import write_atomically
 
@@ -58,36 +57,6 @@ class Task:
     def solved_by(self, answer: str) -> bool:
         """Whether an answer passes the task's check."""
         return CHECKS[self.check](answer.strip(), self.answer)
-
-
-def same_number(answer: str, wanted: str) -> bool:
-    """The first whole number of the answer."""
-    found = re.search(r"-?\d+", answer)
-    return found is not None and found[0] == wanted
-
-
-def same_json(answer: str, wanted: str) -> bool:
-    try:
-        return json.loads(answer) == json.loads(wanted)
-    except (ValueError, RecursionError):
-        return False
-
-
-def same_python(answer: str, wanted: str) -> bool:
-    """The same syntax tree, so other spaces and comments. A header may stand without its body."""
-    try:
-        trees = [ast.dump(ast.parse(text + " pass" if text.endswith(":") else text)) for text in (answer, wanted)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return trees[0] == trees[1]
-
-
-CHECKS: dict[str, Callable[[str, str], bool]] = {
-    "exact": lambda answer, wanted: answer == wanted,
-    "number": same_number,
-    "json": same_json,
-    "python": same_python,
-}
 
 
 def arithmetic(draw: random.Random) -> Task:

@@ -7,18 +7,17 @@ what is preferred, though all of it is made of parts that it has written. Held-o
 Left out on purpose: preferences of people. Nobody could say of those how far a reward model is from them.
 """
 
-import ast
 import json
 import random
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from shared.finetune.instructions import ARGUMENTS, CHECKS, NOUNS, VERBS, Task, arithmetic
+from shared.finetune.instructions import ARGUMENTS, NOUNS, VERBS, Task, arithmetic
 from shared.output_files import write_atomically
+from shared.preference.answer_scores import SCORES
 from shared.preference.config import MadeConfig
 
 FORMAT = 1  # of the set; another one means other pairs for the same seed
@@ -30,34 +29,6 @@ class MadeSet(NamedTuple):
     pairs: Path
     training: Path
     held_out: Path
-
-
-def near_number(answer: str, wanted: str) -> float:
-    """1 for the first whole number of the answer if it is the wanted one, 1 / (1 + distance) for another."""
-    found = re.search(r"-?\d{1,9}", answer)
-    return 1 / (1 + abs(int(found[0]) - int(wanted))) if found else 0.0
-
-
-def lines_right(answer: str, wanted: str) -> float:
-    """The share of lines that are as wanted, each in its place, of the lines of the longer text."""
-    found, lines = answer.split("\n"), wanted.split("\n")
-    return sum(one == other for one, other in zip(found, lines, strict=False)) / max(len(found), len(lines))
-
-
-def whole_function(answer: str, wanted: str) -> float:
-    """Half for the header of `wanted`; and half, divided by its lines, for a body that uses each argument."""
-    header, *body = answer.split("\n")
-    if header != wanted.split("\n")[0]:
-        return 0.0
-    try:
-        [function] = ast.parse(answer).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return 0.5
-    used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
-    return 0.5 + 0.5 * ({each.arg for each in function.args.args} <= used) / len(body)
-
-
-SCORES: dict[str, Callable[[str, str], float]] = CHECKS | {"near": near_number, "lines": lines_right, "function": whole_function}
 
 
 class Judge:

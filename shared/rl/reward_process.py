@@ -5,7 +5,8 @@ A signal would not do: Python looks at it between two operations only, and one o
     python -m shared.rl.reward_process        the child: asked over its standard input and output, in lines of JSON
 
 The first line names the functions and how long a call may take; each later one holds calls, which are answered one by one: a number, null
-where the reward is not for this task, or {"error": why not}.
+where the reward is not for this task, or {"error": why not}. It imports torch for the verifier `number` alone, or where a function of your
+own does: one that hangs costs its time limit and a tenth of a second or two, no start of torch.
 """
 
 import faulthandler
@@ -22,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from shared.course.errors import CourseError
-from shared.course.extensions import bound
-from shared.rl.verifiers import MATH, VERIFIERS, math_reward
+from shared.course.extensions import bound, is_import_path
+from shared.rl.text_verifiers import MATH, TEXT_VERIFIERS, math_reward
 
 START = 120.0  # seconds; a busy machine takes a while to import
 Call = tuple[str, str, str, str]  # the name of a reward, prompt, answer, expected answer
@@ -36,14 +37,15 @@ class RewardProcess:
 
     Args:
         functions: by name: None for a verifier, the pattern of a format, or the options of a function by import path. Verifiers that calls
-            name besides are loaded when they do.
+            name besides are loaded when they do. Without any, no process is started yet.
         seconds: that one reward may take, loading apart.
     """
 
     def __init__(self, functions: Mapping[str, str | None | dict[str, Any]], seconds: float):
         self.functions, self.seconds = dict(functions), seconds
         self.process: subprocess.Popen | None = None
-        self.start()
+        if functions:
+            self.start()
 
     def start(self) -> None:
         command = [sys.executable, "-m", "shared.rl.reward_process"]
@@ -121,11 +123,15 @@ def function_of(name: str, settings: str | dict | None) -> Function:
     """A verifier; the format with its pattern; or a function by import path with its options."""
     if isinstance(settings, str):
         return partial(matches, re.compile(settings))
-    if name in VERIFIERS:
-        if name == MATH:
-            math_reward("x^2 + 2x + 1", "(x + 1)^2")  # imports sympy and its parser, which takes seconds: not within an answer's limit
+    if is_import_path(name):
+        return bound(name, settings or {}, "grpo.rewards", "prompt", "answer", "expected")
+    if name == MATH:
+        math_reward("x^2 + 2x + 1", "(x + 1)^2")  # imports sympy and its parser, which takes seconds: not within an answer's limit
+    if name not in TEXT_VERIFIERS:
+        from shared.rl.verifiers import VERIFIERS  # with number, an exercise: the file of its body imports torch
+
         return partial(verified, VERIFIERS[name])
-    return bound(name, settings or {}, "grpo.rewards", "prompt", "answer", "expected")
+    return partial(verified, TEXT_VERIFIERS[name])
 
 
 def matches(pattern: re.Pattern, prompt: str, answer: str, expected: str) -> bool:

@@ -106,14 +106,13 @@ class RewardSet:
         if not parts or len({*map(called, self.weights)}) < len(parts):
             raise CourseError(f"rewards names {', '.join(part.name for part in parts) or 'nothing'}: give at least one, and each once.")
         self.tasks, self.decode, self.model, self.code, self.failed = tasks, decode, model, code, failed
-        texts = [part for part in parts if part.name not in (TASK, MODEL, CODE)]
-        mine = {part.name: part.options if is_import_path(part.name) else part.pattern for part in texts}
-        if FORMAT in mine:
-            mine[FORMAT] = mine[FORMAT] or REASONED
+        mine = {part.name: part.options for part in parts if is_import_path(part.name)}
+        formats = {part.name: part.pattern or REASONED for part in parts if part.name == FORMAT}
         checks = {*self.weights} | ({task.check for task in tasks} if TASK in self.weights else set())
         if CODE in checks and code is None or MODEL in checks and model is None:
             raise ValueError("The rewards need what runs code, or a reward model, and were given none.")
-        self.process = RewardProcess(dict.fromkeys(sorted(checks & VERIFIERS.keys())) | mine, seconds)
+        self.own = RewardProcess(formats | mine, seconds)  # apart: what hangs most often starts anew the soonest
+        self.verifiers = RewardProcess(dict.fromkeys(sorted(checks & VERIFIERS.keys())), seconds)
         self.parts: list[dict[str, float]] = []
         self.warned: set[str] = set()
 
@@ -150,7 +149,8 @@ class RewardSet:
                 programs[place] = (answer, task.answer)
             else:
                 calls[place] = (of, task.prompt, answer, task.answer)
-        values = self.process([*calls.values()], reason_against) if self.failed is None else self.process([*calls.values()])
+        process = self.own if name in self.own.functions else self.verifiers
+        values = process([*calls.values()], reason_against) if self.failed is None else process([*calls.values()])
         if len(values) == len(calls):
             values += self.run([*programs.values()], self.share and name == CODE)
         for place, value in zip([*calls, *programs], values, strict=False):  # a failure that ends the run is the last of fewer
@@ -191,7 +191,8 @@ class RewardSet:
             warnings.warn(f"{said} It counts as {self.failed}, and so do later ones.", stacklevel=2)
 
     def close(self) -> None:
-        self.process.close()
+        self.own.close()
+        self.verifiers.close()
 
 
 def reason_against(value: Result) -> str:

@@ -6,7 +6,7 @@ import math_verify
 import pytest
 
 from shared.rl.tasks import TasksConfig, task_of
-from shared.rl.verifiers import math_reward
+from shared.rl.text_verifiers import math_reward
 
 BOXED = [
     ("5", r"First \boxed{4}. No: \boxed{5}", 1), ("4", r"<think>maybe \boxed{3}</think> \boxed{4}", 1), ("5", r"\boxed {5}", 1),

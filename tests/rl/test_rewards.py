@@ -23,6 +23,7 @@ from shared.rl.code_reward import CodeReward
 from shared.rl.reward_process import RewardProcess
 from shared.rl.rewards import RewardPart, RewardSet
 from shared.rl.tasks import MadeTasks, TasksConfig, open_tasks
+from shared.rl.text_verifiers import TEXT_VERIFIERS
 
 TASKS = [Task("sum", "3 + 4?", "7", "number"), Task("word", "Say yes.", "yes", "exact"), Task("code", "f?", "{}", "code")]
 OWN = """
@@ -51,6 +52,7 @@ def beyond(prompt, answer, expected): return 1e39 if expected == "yes" else 1
 def leaves(prompt, answer, expected): sys.exit(0)
 def ends(prompt, answer, expected): return 1 if expected == "7" else __import__("os")._exit(0)
 def two(prompt, answer): return 1.0
+def light(prompt, answer, expected): return "torch" not in sys.modules
 """
 
 
@@ -100,9 +102,20 @@ assert known == {*sys.modules}, {*sys.modules} - known
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_processes_of_rewards_import_no_torch_but_for_the_exercise(own):
+    """So one that ended over a reward that hangs starts again in a fraction of a second, also beside `number`."""
+    light = own("light")
+    texts = [name for name in TEXT_VERIFIERS if name != "math" or importlib.util.find_spec("math_verify")]
+    with closing(RewardProcess({**dict.fromkeys(texts), "format": "x", light: {}}, 60.0)) as process:
+        assert process([*[(name, "", "{}", "{}") for name in texts if name not in ("near", "math")], (light, "", "", "")])[-1] == 1.0
+    with closing(rewards("number", light)) as made:
+        made([sample(0, "14/2")])
+        assert made.parts == [{"number": 1.0, "light": 1.0}], "the exercise's number, not the first whole one"
+
+
 def test_a_verifier_that_only_held_out_tasks_need_is_loaded_when_they_come():
     with closing(RewardSet([RewardPart()], TASKS[:1], str)) as made:
-        assert [*made.process.functions] == ["number"]
+        assert [*made.verifiers.functions] == ["number"]
         assert made.judged([TASKS[1], TASKS[0]], ["yes", "7"]) == ([1.0, 1.0], [0.0, 0.0])
 
 
@@ -211,7 +224,7 @@ def test_a_run_that_a_failed_reward_ends_asks_for_no_other_answer(own, minute, m
         with pytest.raises(CourseError, match=f"{name} failed on the prompt 'Say yes.' and the answer 'hang'.*Mend it"):
             made([sample(0, "7"), *[sample(1, "hang")] * 5])
         assert len(received) == 7 + 1, "six numbers, one of this reward, and its failure"
-        assert received[:7] == [1, 0, 0, 0, 0, 0, True] and made.process.process is None
+        assert received[:7] == [1, 0, 0, 0, 0, 0, True] and made.own.process is None
         assert made([sample(0, "7")]) == [2.0], "the next call starts the process anew"
 
 

@@ -30,7 +30,8 @@ from shared.parallel.strategy import ParallelStrategy
 from shared.preference.baseline import BaselinedLoader
 from shared.preference.calibration import calibration_objective, draw_reliability, reliability
 from shared.preference.log_probs import score_answers
-from shared.preference.made_preferences import SCORES, Judge, MadeSet, write_made
+from shared.preference.answer_scores import SCORES
+from shared.preference.made_preferences import Judge, MadeSet, write_made
 from shared.preference.objective import PreferenceObjective
 from shared.preference.prepare import PreparedPairs, open_preferences, prepare_preferences
 from shared.preference.reference import ReferencedLoader, Score, cached_reference, scorer

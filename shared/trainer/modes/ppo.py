@@ -14,7 +14,8 @@ from shared.model.transformer import TransformerModel
 from shared.parallel.comm.communicator import Communicator
 from shared.parallel.health.agreement import agreed
 from shared.parallel.strategy import ParallelStrategy
-from shared.preference.made_preferences import SCORES, Judge
+from shared.preference.answer_scores import SCORES
+from shared.preference.made_preferences import Judge
 from shared.preference.ppo import PPOAdvantages, PPOObjective
 from shared.preference.rewards import Reward, reward_of_texts
 from shared.preference.rollout import Rollout

@@ -169,7 +169,7 @@ class Passed(TaskPolicyOptimization):
 
     def rollouts(self, kind: type, config: TrainerConfig, strategy: Any, sizes: Any, reference: bool, **parts: Any) -> list:
         reward = parts["reward"]
-        return [reference, reward.weights, reward.failed, reward.process.seconds, parts["prompts"]]
+        return [reference, reward.weights, reward.failed, reward.own.seconds, parts["prompts"]]
 
     def prompts_of(self, tasks: list[Task]) -> list[str]:
         return [task.prompt for task in tasks]

@@ -20,7 +20,7 @@ from shared.rl.tasks import MadeTasks, TasksConfig, open_tasks
 def reward_set(part: RewardPart) -> list:
     with patch.object(rewards, "RewardProcess", Asked):
         made = RewardSet([part], [], str, model=len, code=SimpleNamespace())
-    return [made.weights, made.share, made.process.functions, TaskPolicyConfig(rewards=(part,)).reward_model]
+    return [made.weights, made.share, made.own.functions, made.verifiers.functions, TaskPolicyConfig(rewards=(part,)).reward_model]
 
 
 REWARD_PART = Effects(RewardPart, observe=reward_set, rows={
