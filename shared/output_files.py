@@ -3,6 +3,7 @@
 Folders that must be complete, such as checkpoints, are chapter 04's (`shared.engine.checkpoint.atomic`).
 """
 
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -50,9 +51,13 @@ def system_reason(error: Exception) -> str | None:
     return found and found[1]
 
 
-def remove_left_over(folder: Path) -> None:
-    """Remove what processes that were killed within `write_atomically` left in and below a folder."""
-    for partial in folder.rglob("*.partial"):
+def remove_left_over(folder: Path, name: str = "*") -> None:
+    """Remove what processes that were killed within `write_atomically` left in and below a folder; of a file, beside its place.
+
+    Args:
+        name: of the file; every file, at any depth, unless given.
+    """
+    for partial in folder.rglob("*.partial") if name == "*" else folder.glob(f"{glob.escape(name)}.*.partial"):
         owner = partial.name.split(".")[-2]
         if owner.isdecimal() and partial.is_file() and not runs(int(owner)):
             partial.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """GGUF written and read: logits and ids are llama.cpp's own, for every family; a round trip gives the model back."""
 
 import json
+import os
 import random
 import re
 from collections.abc import Callable
@@ -282,3 +283,18 @@ def test_a_file_is_unpacked_once_and_again_where_it_has_changed(tmp_path, monkey
     before = (first / "model.safetensors").read_bytes()
     assert unpacked(tmp_path / "model.gguf", said.append) == first and len(said) == 2
     assert (first / "model.safetensors").read_bytes() != before and not [*first.parent.glob("*.partial")]
+
+
+def test_what_killed_processes_left_is_removed_when_the_file_is_written_or_unpacked_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = make_folder(tmp_path / "made", "Llama", {"num_hidden_layers": 1})
+    gone, running = 2**22 + 1, os.getppid()  # above the largest number that Linux gives
+    for name in (f"model.gguf.{gone}", f"model.gguf.{running}", f"others.gguf.{gone}"):
+        (tmp_path / f"{name}.partial").write_bytes(b"half")
+    save_gguf(folder, tmp_path / "model.gguf", "q8_0")
+    assert {path.name for path in tmp_path.glob("*.partial")} == {f"model.gguf.{running}.partial", f"others.gguf.{gone}.partial"}
+    unfinished = tmp_path / "runs" / "pretrained" / f"other.{gone}.partial"
+    unfinished.mkdir(parents=True)
+    (unfinished / "model.safetensors").write_bytes(b"half")
+    unpacked(tmp_path / "model.gguf", lambda line: None)
+    assert [path.name for path in unfinished.parent.iterdir() if path.is_dir()] == ["model"]

@@ -42,8 +42,9 @@ def unpacked(path: Path, tell: Callable[[str], None] = say) -> Path:
         return folder
     with FolderLock(FOLDER, wait=True):
         if not is_from(folder, source):
+            for left in FOLDER.glob("*.partial"):  # of processes that were killed: the lock is this one's
+                shutil.rmtree(left, ignore_errors=True)
             made = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-            shutil.rmtree(made, ignore_errors=True)
             tell(f"{file.name} is unpacked once, into {folder}.")
             unpack(GgufFile(file), made)
             write_json(made / SOURCE, source)

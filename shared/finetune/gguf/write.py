@@ -31,6 +31,7 @@ from shared.model.hf.llama import ROPE_OPTIONS
 from shared.model.hf.pretrained import read_folder
 from shared.model.hf.registry import lost_fields, read_config
 from shared.model.rope import llama3_frequencies
+from shared.output_files import remove_left_over
 
 BLOCK = 32  # numbers that share a scale
 BOTH_ENDS = ("token_embd.weight", "output.weight")
@@ -73,6 +74,7 @@ def save_gguf(folder: Path, path: Path, kind: str = "f16", tell: Callable[[str],
     types = {name: type_of(name, shape, kind) for name, shape in shapes.items()}
     if short := sorted({shape[-1] for name, shape in shapes.items() if kind[0] == "q" and types[name] == "f16"}):
         tell(f"Rows of {', '.join(map(str, short))} numbers are no multiple of {BLOCK}, so their matrices stay in float16.")
+    remove_left_over(path.parent, path.name)  # it can be as large as the file: before its room is needed
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
