@@ -16,7 +16,7 @@ class ExtensionConfig:
     """Append merges to a byte-level BPE tokenizer.
 
     Args:
-        tokenizer: a tokenizer.json, or the folder of a model that holds one.
+        tokenizer: a tokenizer.json, the folder of a model that holds one, a GGUF file, or smollm2.
         text: a file, a folder, or the name of a dataset on the Hugging Face hub.
         text_field: the field, or column, that holds the text of a record.
         limit: at most this many documents are read; null for all.
@@ -42,12 +42,15 @@ def run(config: ExtensionConfig) -> None:
     from shared.data.tokenizer import TextTokenizer
     from shared.finetune.chat.prepare import folder_of
     from shared.finetune.chat.template import ChatTemplate, has_template
+    from shared.finetune.gguf.packaged import is_gguf
+    from shared.finetune.gguf.unpack import unpacked
     from shared.finetune.vocabulary import extend_tokenizer
     from shared.output_files import require_writable
 
     console = Console(markup=False, emoji=False, highlight=False)
     require_writable(config.output)
-    old = TextTokenizer.load(config.tokenizer)
+    given = unpacked(config.tokenizer) if is_gguf(config.tokenizer) else config.tokenizer
+    old = TextTokenizer.load(given)
     source = Source(path=config.text, text_field=config.text_field, limit=config.limit)
     unreadable: list[str] = []
     with console.status("Reading the text ..."):
@@ -60,8 +63,8 @@ def run(config: ExtensionConfig) -> None:
     characters = max(1, sum(map(len, texts[:100])))
     before, after = (sum(len(tokenizer.encode(text)) for text in texts[:100]) for tokenizer in (old, extended))
     extended.save_pretrained(config.output, 10**6)
-    if has_template(folder_of(config.tokenizer)):
-        ChatTemplate.load(folder_of(config.tokenizer)).save(config.output)
+    if has_template(folder_of(given)):
+        ChatTemplate.load(folder_of(given)).save(config.output)
     console.print(f"{extended.vocab_size - old.vocab_size:,} tokens added to {old.vocab_size:,}, in {config.output}.")
     console.print(f"Characters in a token of this text: {characters / max(1, before):.2f} before, {characters / max(1, after):.2f} now.")
 

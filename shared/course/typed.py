@@ -164,7 +164,8 @@ def with_words(config_class: type, settings: dict[str, Any], words: Mapping[str,
     for key, text in words.items():
         hint = hint_of(config_class, key)
         value = value_of(hint, text, key)
-        if value is None and NoneType not in members(hint) and get_origin(hint) is not dict:
+        sets_nothing = get_origin(hint) is dict or any(map(is_dataclass, members(hint)))  # null is a section of which nothing is given
+        if value is None and NoneType not in members(hint) and not sets_nothing:
             raise SettingError(f"{key} is null: give {wanted(hint)}, or leave it out.")
         *sections, last = key.split(".")
         above = {last: value}

@@ -234,10 +234,9 @@ def nothing_read(report: CleaningReport, sources: Sequence[Source]) -> str:
 
 def nothing_kept(report: CleaningReport) -> str:
     """Why cleaning dropped every document, commonest reason first."""
-    reasons = [(count, f"{reason} ({stage.name})") for stage in report.stages for reason, count in stage.reasons.items()]
-    listed = "; ".join(f"{count:,} {reason}" for count, reason in sorted(reasons, key=lambda entry: -entry[0]))
+    listed = "; ".join(f"{count:,} {reason}" for reason, count in report.reasons().items())
     return (
-        f"Cleaning left no text to train on: of {counted(report.documents_in)}, 0 were kept. Dropped: {listed}. "
+        f"Cleaning left no text to train on: of {counted(report.documents_in)}, 0 were kept. Dropped: {listed}. {report.advice()}"
         "Give other text, or less strict cleaning (prepare.cleaning)."
     )
 

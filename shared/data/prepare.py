@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shared.course.bounds import Bounds, Fraction, PositiveInt, checked
 from shared.course.extensions import Extension, content_hash, is_import_path
-from shared.data.cleaning.cleaner import CleaningConfig
+from shared.data.cleaning.cleaner import ENGLISH, CleaningConfig
 from shared.data.cleaning.report import CleaningReport
 from shared.data.clean_shards import CleanShards
 from shared.data.sources import Digests, identity
@@ -149,9 +149,11 @@ def finished(folder: Path, parts: CleanShards) -> bool:
 def fingerprint(config: PrepareConfig, digest: Callable[[Path], str]) -> str:
     """The name of the folder: a hash of everything that decides what is in it, the content of the sources among them, as `digest` gives
     it; not the files' times."""
-    stages = [identity_of_stage(stage) for stage in config.cleaning.stages]
+    cleaning = asdict(config.cleaning) | {"stages": [identity_of_stage(stage) for stage in config.cleaning.stages]}
+    if config.cleaning.stop_words == ENGLISH:  # as before there was a choice, so that text prepared then is found
+        del cleaning["stop_words"]
     decisive = asdict(config) | {
-        "cleaning": asdict(config.cleaning) | {"stages": stages},
+        "cleaning": cleaning,
         "format": FORMAT,
         "sources": [identity(source, digest) for source in config.sources],
         "tokenizer": given(config.tokenizer) if config.tokenizer else None,

@@ -42,7 +42,8 @@ def model_section(given: Any, start: InitialWeights) -> dict[str, Any]:
             contradicts = value != there and name not in free
         if contradicts:
             raise SettingError(
-                f"{key} is {shortened(value)}, and the model in start_from, {start.folder}, has {shortened(there)}: leave it out, or give "
+                f"{key} is {shortened(value)}, and the model in start_from, {start.folder}, has {shortened(there)}: leave it out "
+                "(model=null leaves out the file's whole section, and chapters/12_grpo/pretrained_domain.yaml has none), or give "
                 "another start_from."
             )
         changes[name] = provenance.plain(value)

@@ -160,6 +160,13 @@ def test_a_null_in_a_file_is_refused_where_a_value_is_needed(tmp_path, prepared,
     assert f"{section}.{key} is null: give " in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_section_of_the_file_is_left_out_by_a_null_on_the_command_line(tmp_path, prepared):
+    file = str(settings_file(tmp_path, prepared))
+    assert parse_words(TrainerConfig, [file]).model.hidden_size == 32
+    words = ["model=null", "model.num_hidden_layers=1"]
+    assert parse_words(TrainerConfig, [file, *words]).model == replace(TrainerConfig().model, num_hidden_layers=1)
+
+
 def test_a_section_that_is_left_empty_changes_nothing(tmp_path, prepared):
     settings_file(tmp_path, prepared)
     (tmp_path / "above.yaml").write_text("extends: tiny.yaml\nengine:\n#  log_every: 5\ndata:\n  fim:\n")

@@ -21,10 +21,11 @@ from shared.course.extensions import Extension, ImportPath, is_import_path
 from shared.corpus import Document
 from shared.course.bounds import NonNegativeInt, Share, checked
 from shared.data.cleaning.duplicates import ExactDuplicates, NearDuplicates
-from shared.data.cleaning.stages import CodeQuality, FixEncoding, Language, Length, ProseQuality, Stage, Verdict
+from shared.data.cleaning.stages import STOP_WORDS, CodeQuality, FixEncoding, Language, Length, ProseQuality, Stage, Verdict
 from shared.data.cleaning.report import LENGTH_BINS, CleaningReport, StageReport
 
 NAMES = ("repair", "length", "exact duplicates", "language", "quality", "near duplicates")
+ENGLISH = ("en",)
 CHUNK = 32  # documents sent to a worker at a time
 
 
@@ -37,6 +38,8 @@ class CleaningConfig:
         stages: which stages, in which order: repair, length, exact duplicates, language, quality, near duplicates. Or one of your own by
             import path, such as my_module.MyStage or {name: my_module.MyStage, options: {limit: 3}} (`shared.data.cleaning.stages.Stage`).
         text: what the rules of quality are for.
+        stop_words: languages of prose, by their codes, such as [de, en]: a document needs two frequent words of one of them. [] for any
+            language.
         min_bytes: bytes of the shortest document to keep.
         max_bytes: bytes of the longest.
         languages: to keep, by their codes, such as [en, de]; for the stage language.
@@ -46,6 +49,7 @@ class CleaningConfig:
 
     stages: tuple[ImportPath | Extension, ...] = ("repair", "length", "exact duplicates", "quality", "near duplicates")
     text: Literal["code", "prose"] = "code"
+    stop_words: tuple[str, ...] = ENGLISH
     min_bytes: NonNegativeInt = 64
     max_bytes: int = 2_000_000
     languages: tuple[str, ...] = ()
@@ -61,6 +65,10 @@ class CleaningConfig:
             raise ValueError(f"The cleaning stages are {list(self.stages)}: give each at most once.")
         if bool(self.languages) != ("language" in self.stages):
             raise ValueError("Languages and the cleaning stage 'language' need each other: give both or neither.")
+        if unknown := [code for code in self.stop_words if code not in STOP_WORDS]:
+            raise ValueError(f"There are no stop words of {unknown[0]!r}: give some of {', '.join(STOP_WORDS)}, or [] for any language.")
+        if self.text == "code" and self.stop_words != ENGLISH:
+            raise ValueError("stop_words are for prose, and text is code: give text prose, or leave them out.")
         if self.min_bytes > self.max_bytes:
             raise ValueError(f"min_bytes is {self.min_bytes} and max_bytes {self.max_bytes}: give max_bytes no less.")
 
@@ -71,7 +79,7 @@ class CleaningConfig:
             "length": lambda: Length(self.min_bytes, self.max_bytes),
             "exact duplicates": ExactDuplicates,
             "language": lambda: Language(self.languages, self.min_probability),
-            "quality": CodeQuality if self.text == "code" else ProseQuality,
+            "quality": lambda: CodeQuality() if self.text == "code" else ProseQuality(self.stop_words),
             "near duplicates": lambda: NearDuplicates(self.similarity),
         }
         return [stages[stage]() if stage in NAMES else own_stage(stage) for stage in self.stages]

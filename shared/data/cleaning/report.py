@@ -5,6 +5,7 @@ Counts and a few examples are all that is kept, so a report of a million documen
 
 import io
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,10 @@ from shared.output_files import write_atomically
 EXAMPLES = 3  # kept for each reason
 LENGTH_BINS = 32  # bin b holds lengths of 2**b to 2**(b + 1) - 1 bytes
 SCORE_BINS = 20  # over 0 to 1
+RULES_OF_OTHER_TEXT = {
+    "line over": "The rules of quality are those for code: for prose, set prepare.cleaning.text to prose. ",
+    "stop words": "For prose in other languages, give theirs in prepare.cleaning.stop_words, or [] for any. ",
+}
 
 
 @dataclass
@@ -79,6 +84,27 @@ class CleaningReport:
     def documents_out(self) -> int:
         """How many of them were kept."""
         return sum(self.lengths_out)
+
+    def reasons(self) -> dict[str, int]:
+        """How many documents each rule dropped, by its reason and stage, commonest first."""
+        found = {f"{reason} ({stage.name})": count for stage in self.stages for reason, count in stage.reasons.items()}
+        return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+    def in_words(self) -> str:
+        """Which share of the documents each rule dropped, in a sentence; empty where all were kept."""
+        if not (dropped := self.documents_in - self.documents_out):
+            return ""
+        among = self.documents_in
+        rules = "; ".join(f"{count / among:.1%} {reason}" for reason, count in self.reasons().items())
+        return f"Cleaning dropped {dropped:,} of {among:,} documents ({dropped / among:.1%}): {rules}. {self.advice()}"
+
+    def advice(self) -> str:
+        """What to set where the rules of quality are for other text: long lines are no fault of prose, nor stop words of a language."""
+        by_rule = Counter()
+        for reason, count in self.reasons().items():
+            by_rule.update({rule: count for rule in RULES_OF_OTHER_TEXT if rule in reason})
+        (rule, count), *_ = by_rule.most_common(1) or [("", 0)]
+        return RULES_OF_OTHER_TEXT[rule] if count >= 0.1 * self.documents_in > 0 else ""
 
     def skip(self, name: str, reason: str) -> None:
         """Note something that is no text: what `open_source` calls."""

@@ -66,6 +66,8 @@ class Pretraining(Mode):
         if text.report.unreadable:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in text.report.unreadable.items())
             remarks += f"Left out, for there was no text in it: {reasons}. Examples: {text.folder / 'report.json'}\n"
+        if dropped := text.report.in_words():
+            remarks += f"{dropped}Examples: {text.folder / 'report.json'}\n"
         if copies := text.report.held_out_in_training:
             remarks += (
                 f"{copies:,} of the {len(text.held_out):,} held-out documents are in the training text too, so the held-out loss is too "
