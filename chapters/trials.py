@@ -78,8 +78,12 @@ def run_trials(
 
 def find(results: list[dict], settings: Settings, seed: int) -> Figures | None:
     """The kept figures of these settings with this seed. JSON turns tuples into lists, so both sides are compared as JSON."""
-    wanted = json.loads(json.dumps(settings))
-    return next((entry["figures"] for entry in results if entry["settings"] == wanted and entry["seed"] == seed), None)
+    wanted = as_json(settings)
+    return next((entry["figures"] for entry in results if as_json(entry["settings"]) == wanted and entry["seed"] == seed), None)
+
+
+def as_json(settings: Settings) -> Settings:
+    return json.loads(json.dumps(settings))
 
 
 def read_results(path: Path) -> list[dict]:
