@@ -13,6 +13,7 @@ from shared.course.errors import CourseError, SettingError
 from shared.course.launch import help_asked, print_help, refuse
 from shared.course.strict_yaml import parse_yaml, read_yaml
 from shared.course.typed import configured, located_in, merged, usable_path, values_of, with_words
+from shared.trainer import provenance
 
 Config = TypeVar("Config")
 
@@ -64,7 +65,10 @@ def parse_words(config_class: type[Config], words: list[str], tell: Callable[[st
         print_help(config_class, USAGE, asked)
     try:
         written, settings, changes = settings_of(config_class, words)
-        return from_settings(config_class, with_shorter_schedule(config_class, written, settings, changes, tell))
+        config = from_settings(config_class, with_shorter_schedule(config_class, written, settings, changes, tell))
+        if "steps" in getattr(config, "continue_with", ()):
+            config.continue_with = [*config.continue_with, *scaled_lengths(config, written, settings, changes)]
+        return config
     except CourseError as error:
         refuse(error)
 
@@ -129,6 +133,21 @@ def with_shorter_schedule(
         f"{steps} of {planned} steps: {', '.join(f'schedule.{name} {length} becomes {shorter[name]}' for name, length in lengths.items())}."
     )
     return settings | {"schedule": given | shorter}
+
+
+def scaled_lengths(config: Config, written: dict[str, Any], settings: dict[str, Any], words: Collection[str]) -> list[str]:
+    """Warm-up and decay that differ in the run to continue because `with_shorter_schedule` scaled them, there or here: nobody wrote them,
+    so `continue_with=steps` asks for them as well."""
+    source = config.continue_from or config.engine.output
+    records = [folder / provenance.CONFIG for folder in (config.engine.output, source, source.parent.parent)]
+    if (path := next((path for path in records if path.is_file()), None)) is None:
+        return []
+    record = provenance.read_record(path)
+    before = record.get("schedule") or {}
+    again = with_shorter_schedule(type(config), written, settings | {"steps": record.get("steps")}, [*words, "steps"])
+    again = vars(config.schedule) | (settings.get("schedule") or {}) | (again.get("schedule") or {})
+    names = ("warmup_steps", "decay_steps")
+    return [f"schedule.{name}" for name in names if before.get(name) == again[name] != getattr(config.schedule, name)]
 
 
 def parse_text(config_class: type[Config], text: str) -> Config:

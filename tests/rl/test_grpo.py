@@ -210,6 +210,18 @@ def test_the_metrics_of_a_rollout_say_what_is_learned_from_it():
     }  # fmt: skip
 
 
+def test_answers_that_are_noise_are_blamed_on_temperature_and_beside_greedy_ones():
+    noise = {"reward": 0.0, "entropy": 4.41, "zero_variance": 1.0, "ended": 0.1}
+    assert alarms(noise, 1.3, 0.8)["noise"] == (
+        "No answer earned a reward, and the entropy is 4.4 nats a token at grpo.temperature 1.3: answers are drawn almost at random. "
+        "Greedily, the first model answers 80% of the held-out tasks right. Lower grpo.temperature, to 1 or less, first."
+    )
+    assert [*alarms(noise, 1.3)] == ["noise", "zero_variance", "ended"] and "Greedily" not in alarms(noise, 1.3)["noise"]
+    assert alarms(noise, 1.0)["noise"].endswith("Lower grpo.temperature, or fine-tune first.")
+    for change in ({"entropy": 0.9}, {"reward": 0.1}):
+        assert "noise" not in alarms(noise | change, 1.3), "tasks that are too hard, or answers of which some are right"
+
+
 WRONG = [
     ({"answers": 1}, "answers is 1"),
     ({"clip_low": 1.5}, "clip_low is 1.5"),

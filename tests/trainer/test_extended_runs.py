@@ -148,3 +148,26 @@ def test_the_words_work_from_the_command_line(tmp_path, prepared):
     assert refused.returncode == 1 and "steps (2 there, 3 here)" in refused.stderr and "Traceback" not in refused.stderr
     done = train(path, "steps=3", "continue_with=steps")
     assert done.returncode == 0 and "Continued after step 2 with steps 3 (2 before)." in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["wsd", "cosine"])
+def test_lengths_that_the_trainer_scaled_are_its_own_to_scale_again(tmp_path, run, name):
+    """Shortened by words, extended by words, in place and in another folder, and to the file's own length."""
+    schedule = {"steps": 40, "schedule": {"name": name, "warmup_steps": 10, "decay_steps": 30}, "optimizer": {"name": "sgd"}}
+    run("run", "steps=4", **schedule)
+    source = tmp_path / "run/run"
+    shutil.copytree(tmp_path / "run", tmp_path / "edited")
+    config = settings_file(tmp_path / "copy", tmp_path / "none", **PLAIN | schedule)
+    longer = parse_words(TrainerConfig, [str(config), "steps=8", f"continue_from={source}", "continue_with=steps"])
+    scaled = ["schedule.warmup_steps", "schedule.decay_steps"][: 2 if name == "wsd" else 1]
+    assert longer.continue_with == ["steps", *scaled]
+    results = run("run", "steps=5", "continue_with=optimizer.lr,steps", "optimizer.lr=0.01", **schedule)
+    expected = {"optimizer.lr": [0.02, 0.01], "steps": [4, 5], "schedule.warmup_steps": [1, 5 * 10 // 40]}
+    expected |= {"schedule.decay_steps": [3, 5 * 30 // 40]} if name == "wsd" else {}
+    assert results.changes[0].settings == {key: values for key, values in expected.items() if values[0] != values[1]}
+    whole = parse_words(TrainerConfig, [str(tmp_path / "run/tiny.yaml"), "optimizer.lr=0.01", "continue_with=steps"])
+    assert whole.steps == 40 and whole.continue_with == ["steps", *scaled]
+    with pytest.raises(CourseError, match="schedule.warmup_steps .1 there, 5 here"):  # which somebody wrote
+        run("edited", "steps=8", "schedule.warmup_steps=5", "schedule.decay_steps=2", "continue_with=steps", **schedule)
+    with pytest.raises(CourseError, match="schedule.warmup_steps .1 there, 4 here"):
+        run("edited", "steps=8", "continue_with=steps", **schedule | {"schedule": {"name": name, "warmup_steps": 20, "decay_steps": 20}})

@@ -11,6 +11,7 @@ from shared.course.errors import CourseError
 from shared.model.counting import parameter_counts
 from shared.preference import rollouts
 from shared.rl import advantages as group_relative
+from shared.trainer.modes import grpo as mode
 from shared.trainer.planner.memory import memory_needed
 from shared.trainer.run import train_model
 
@@ -25,7 +26,11 @@ def test_a_run_reports_tasks_pass_at_k_curves_and_why_its_loss_is_0(tmp_path, ba
     monkeypatch.setattr(rollouts, "gathers_once", lambda strategy, asked, cache: caches.append(cache) or choose(strategy, asked, cache))
     config = preferring_config(tmp_path, base, "grpo", "model.hidden_dropout=0.0", "grpo.aggregation=sequence", "grpo.minibatches=1",
                                "grpo.tasks.made.kinds=[sum,function]", "grpo.tasks.made.digits=2")  # fmt: skip
+    asked, find = [], mode.alarms
+    monkeypatch.setattr(mode, "alarms", lambda *given: asked.append(given) or find(*given))
     results = train_model(config, QUIET)
+    assert asked[0][1:] == (config.grpo.temperature,) and asked[-1][1:] == (config.grpo.temperature, results.judged.summary[
+        "held-out tasks right before"])  # fmt: skip
     assert caches and min(caches) > 0, "what the sampler holds counts where weights are gathered"
     summary, first = results.judged.summary, results.metrics[1]
     for when in ("before", "after"):

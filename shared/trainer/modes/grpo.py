@@ -104,7 +104,7 @@ class TaskPolicyOptimization(Rolling, Answering):
         ), None  # fmt: skip
 
     def callbacks(self, config: TrainerConfig) -> list[Callback]:
-        self.measured = RolloutAlarms(self.console, self.close)
+        self.measured = RolloutAlarms(self.console, self.close, config.grpo.temperature)
         return [self.measured]
 
     def announcement(self, config: TrainerConfig) -> tuple[str, str]:
@@ -123,7 +123,8 @@ class TaskPolicyOptimization(Rolling, Answering):
         summary: dict[str, Any] = right_shares(answered)
         for k in were:
             summary |= {f"held-out pass@{k} before": were[k], f"held-out pass@{k} after": are[k]}
-        summary |= self.last_rollout(SHOWN) | {"alarms": " ".join(alarms(self.measured.loader.metrics).values()) or "none"}
+        found = alarms(self.measured.loader.metrics, run.config.grpo.temperature, summary.get("held-out tasks right before"))
+        summary |= self.last_rollout(SHOWN) | {"alarms": " ".join(found.values()) or "none"}
         if unread := self.text.report.unread:
             summary |= {"fields that stand in no text": ", ".join(f"{name} ({count:,})" for name, count in unread.items())}
         summary |= {"why the loss says little": self.measured.explained(), "trained parameters": trained_parameters(model)}
@@ -151,21 +152,23 @@ class TaskPolicyOptimization(Rolling, Answering):
 
 class RolloutAlarms(RolloutMetrics):
     """Logs the metrics of rollouts, and prints a warning the first time that one of them is alarming. close: called when the run ends.
+    temperature: of the answers.
 
     Attributes:
         first: the loss and the gradient's norm of the first step.
     """
 
-    def __init__(self, console: Console, close: Callable[[], None]):
+    def __init__(self, console: Console, close: Callable[[], None], temperature: float):
         super().__init__(None)
-        self.console, self.close, self.said, self.first = console, close, set(), [0.0, 0.0]
+        self.console, self.close, self.temperature = console, close, temperature
+        self.said, self.first = set[str](), [0.0, 0.0]
 
     def on_step(self, engine: Any) -> None:
         if engine.step == 1:
             self.first = [engine.loss, engine.grad_norm]
 
     def on_log(self, engine: Any, metrics: Metrics) -> None:
-        for name, sentence in alarms(self.loader.metrics).items():
+        for name, sentence in alarms(self.loader.metrics, self.temperature).items():
             if name not in self.said:
                 self.said.add(name)
                 self.console.print(f"Step {engine.step}: {sentence}", markup=False, highlight=False, soft_wrap=True)
@@ -257,7 +260,23 @@ ALARMS = (
 )  # fmt: skip
 
 
-def alarms(metrics: Metrics) -> dict[str, str]:
-    """Alarms of a rollout, such as entropy collapse: metric -> what is wrong with it."""
+NOISY = 2.0  # nats a token; a language model that answers has below 1, and uniform draws from 49,152 tokens have 10.8
+
+
+def alarms(metrics: Metrics, temperature: float = 1.0, greedy: float | None = None) -> dict[str, str]:
+    """Alarms of a rollout, such as entropy collapse: metric -> what is wrong with it.
+
+    Args:
+        temperature: at which the answers were drawn.
+        greedy: share of the held-out tasks that the first model answers right without drawing, if that was measured.
+    """
+    found = {}
+    if metrics.get("reward") == 0 and metrics.get("entropy", 0.0) > NOISY:
+        found["noise"] = (
+            f"No answer earned a reward, and the entropy is {metrics['entropy']:.1f} nats a token at grpo.temperature {temperature:g}: "
+            "answers are drawn almost at random. "
+            + ("" if greedy is None else f"Greedily, the first model answers {greedy:.0%} of the held-out tasks right. ")
+            + ("Lower grpo.temperature, to 1 or less, first." if temperature > 1 else "Lower grpo.temperature, or fine-tune first.")
+        )
     present = [(each, metrics[each.metric]) for each in ALARMS if each.metric in metrics]
-    return {each.metric: each.sentence.format(value=value) for each, value in present if each.rings(value)}
+    return found | {each.metric: each.sentence.format(value=value) for each, value in present if each.rings(value)}
