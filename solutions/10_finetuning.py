@@ -72,11 +72,11 @@ def dequantize_nf4(codes: Tensor, scales: Tensor, values: Tensor, block: int, sh
 # Post-training quantization
 
 
-def gptq_column(weights: Tensor, column: int, inverse: Tensor, quantize: Callable[[Tensor], Tensor]) -> Tensor:
+def gptq_column(weights: Tensor, column: int, factor: Tensor, quantize: Callable[[Tensor], Tensor]) -> Tensor:
     """One outer product moves all later columns. The factor's row holds what of an error each of them can make up for."""
     quantized = quantize(weights[:, column])
-    error = (weights[:, column] - quantized) / inverse[column, column]
-    weights[:, column + 1 :] -= torch.outer(error, inverse[column, column + 1 :])
+    error = (weights[:, column] - quantized) / factor[column, column]
+    weights[:, column + 1 :] -= torch.outer(error, factor[column, column + 1 :])
     weights[:, column] = quantized
     return error
 

@@ -1,6 +1,5 @@
 """Solutions of chapter 12. Each body with the reason why it is written this way."""
 
-import re
 from fractions import Fraction
 
 import torch
@@ -8,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.preference import log_probs as preference_log_probs
+from shared.rl.number_pattern import NUMBER
 
 
 def cached_attention(
@@ -60,11 +60,8 @@ def draw_tokens(
 
 
 def number_reward(answer: str, expected: str) -> float:
-    """Fractions compare exactly, where 0.1 + 0.2 as a float is not 0.3. One pattern reads both sides; it tries the longer forms first.
-    Python refuses to read whole numbers of over 4,300 digits."""
-    whole = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-    number = re.compile(rf"(?:(?<!\w)[-+])?(?<!\w)(?:{whole}/{whole}|{whole}?\.[0-9]+|{whole})")
-    found, right = number.findall(answer)[-1:], number.fullmatch(expected.strip())
+    """Fractions compare exactly, where 0.1 + 0.2 as a float is not 0.3. Python refuses to read whole numbers of over 4,300 digits."""
+    found, right = NUMBER.findall(answer)[-1:], NUMBER.fullmatch(expected.strip())
     texts = [*found, right.group()] if right else []
     if len(texts) < 2 or max(map(len, texts)) > 1000:
         return 0.0

@@ -43,9 +43,8 @@ def assistant_mask(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[i
 def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora_A: Tensor, lora_B: Tensor, scaling: float, dropout: float) -> Tensor:
     """Apply a linear layer with a low-rank addition (Hu et al. 2021, equation 3).
 
-        y = x W^T + b + scaling * (dropout(x) A^T) B^T
-
-    The two narrow products come one after the other: neither the update B A nor any other matrix [out, in] is made, in the forward pass
+        The layer computes as ever; the two factors add `scaling` times what their product, an update of W, would make of x.
+    Their two narrow products come one after the other: neither the update nor any other matrix [out, in] is made, in the forward pass
     or in the backward pass. Dropout acts on the input of the addition alone, and draws what `torch.nn.functional.dropout` draws in one call
     on x, so that a seed gives the same run as in peft. Where `dropout` is 0 nothing is dropped; the caller passes 0 outside of training.
 
@@ -74,7 +73,7 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora_A: Tensor, 
 def merge_lora(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
     """Merge a low-rank addition into a weight, so that one product does what three did.
 
-        W' = W + scaling * B A
+        A linear layer with the merged weight computes what `lora_linear` computes without dropout.
 
     Args:
         weight: [..., out, in], of any float dtype; left unchanged. Leading dimensions stack matrices, such as experts'.
@@ -168,26 +167,26 @@ def dequantize_nf4(codes: Tensor, scales: Tensor, values: Tensor, block: int, sh
 
 
 # GPTQ: one column (20 min, difficulty 3 of 5)
-def gptq_column(weights: Tensor, column: int, inverse: Tensor, quantize: Callable[[Tensor], Tensor]) -> Tensor:
+def gptq_column(weights: Tensor, column: int, factor: Tensor, quantize: Callable[[Tensor], Tensor]) -> Tensor:
     """Quantize one column of a block of weights, and spread its error over the columns after it (Frantar et al. 2022, algorithm 1).
 
-    With U the upper triangular factor of the inverse Hessian (H^-1 = U^T U), and q the quantized column j:
-
-        error = (w_j - q) / U_jj            w_k <- w_k - error U_jk     for every later column k > j
+    Column j becomes what it is rounded to. Of all moves of the later columns, the one is made with which the layer's outputs change least:
+    the sum of their squared changes over the calibration inputs is as small as it can be with this column j. No system is solved for it,
+    because the upper triangular factor U of the inverse Hessian, H^-1 = U^T U, holds the moves in its row j.
 
     Args:
         weights: [out, n], the columns of the block, with the errors of earlier columns spread over them already. It may be a part of a
             larger matrix. Changed in place: column j becomes exactly its quantized values, later columns take over its error, all at
             once, and earlier ones stay.
         column: j, from 0.
-        inverse: [n, n], U: upper triangular, with a positive diagonal.
+        factor: [n, n], U: upper triangular, with a positive diagonal. Not the inverse itself.
         quantize: [out] -> [out], rounds a column to the values that it may have; called once, with column j as it is.
 
     Returns:
-        The error [out], divided by U_jj: columns outside of the block need it.
+        What column j lost by the rounding, in units of U_jj, [out]: columns outside of the block need it.
 
-    >>> weights, inverse = torch.tensor([[0.6, 0.6]]), torch.tensor([[1.0, -0.5], [0.0, 1.0]])
-    >>> gptq_column(weights, 0, inverse, torch.round), weights
+    >>> weights, factor = torch.tensor([[0.6, 0.6]]), torch.tensor([[1.0, -0.5], [0.0, 1.0]])
+    >>> gptq_column(weights, 0, factor, torch.round), weights
     (tensor([-0.4000]), tensor([[1.0000, 0.4000]]))
     """
     raise NotImplementedError("10.gptq_column: write this body")
@@ -197,9 +196,8 @@ def gptq_column(weights: Tensor, column: int, inverse: Tensor, quantize: Callabl
 def awq_scales(means: Tensor, loss_of: Callable[[Tensor], float], ratios: Sequence[float]) -> Tensor:
     """Search the scales of a layer's input channels (Lin et al. 2023, equation 5).
 
-        scales = means ^ ratio, at least 1e-4, then divided by sqrt(largest scale * smallest scale)
-
-    The division keeps the scales around 1. Each ratio is tried once, in order, and the scales with the smallest loss are taken; of several
+        The scales of a ratio are that power of the means; none is below 1e-4. Then one number divides them all, so that the largest is as
+    far above 1 as the smallest is below it: their product is 1. Each ratio is tried once, in order, and the scales with the smallest loss are taken; of several
     with the same loss, the first. A loss that is NaN or infinite is never the smallest.
 
     Args:

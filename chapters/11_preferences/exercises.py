@@ -15,10 +15,8 @@ from torch import Tensor
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, centering: float = 0.0) -> Tensor:
     """The loss of each pair of rewards under the Bradley-Terry model, with an optional margin and centering.
 
-        loss = -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2
-
-    A margin asks for a larger difference where people were surer (Touvron et al. 2023, equation 2). Only differences decide the first term,
-    so all rewards may drift together; centering holds their sum near 0 (Eisenstein et al. 2023, section 2).
+        The loss is how surprising the choices are: the negative logarithm of the probability that the model gives to each, in nats. A margin asks for a larger difference where people were surer (Touvron et al. 2023, equation 2). Only differences decide the first term,
+    so all rewards may drift together; centering adds so many times the square of their sum (Eisenstein et al. 2023, section 2).
 
     Args:
         chosen, rejected: [pairs], the rewards of the two answers, both of one float dtype. Left unchanged.
@@ -68,10 +66,9 @@ def dpo_loss(
 ) -> Tensor:
     """The DPO loss of each pair (Rafailov et al. 2023, equation 7), with label smoothing (cDPO, Mitchell 2023).
 
-    The implicit reward of an answer is beta times the logarithm of how much likelier the policy makes it than the reference does. With
-    the difference d of the two answers' implicit rewards,
-
-        loss = -(1 - label_smoothing) * log sigmoid(d) - label_smoothing * log sigmoid(-d)
+    The implicit reward of an answer is beta times the logarithm of how much likelier the policy makes it than the reference does. The loss
+    of a pair is the Bradley-Terry loss of the implicit rewards. With label smoothing it is the loss to expect if that share of the labels
+    has chosen and rejected exchanged.
 
     Args:
         chosen, rejected: [pairs], each answer's log-probability under the policy: summed over its tokens.

@@ -6,7 +6,6 @@
 Nothing else in the course is edited: the core takes your functions from this file with `--impl mine`.
 """
 
-import re
 from fractions import Fraction
 
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.preference import log_probs as preference_log_probs
+from shared.rl.number_pattern import NUMBER
 
 
 # Attention with a KV cache (30 min, difficulty 3 of 5)
@@ -100,25 +100,16 @@ def draw_tokens(
     raise NotImplementedError("12.draw_tokens: write this body")
 
 
-# A verifiable reward (25 min, difficulty 2 of 5)
+# A verifiable reward (15 min, difficulty 2 of 5)
 def number_reward(answer: str, expected: str) -> float:
     """1.0 where the last number of an answer equals the expected one, as an exact rational, and 0.0 elsewhere. It never raises.
 
-    A number is written with ASCII digits, as
-
-        a whole number       72      007      1,234,567 (a comma in front of every three digits, or none)
-        a decimal            0.5     .5       1,234.50          at least one digit follows the point
-        a fraction           3/4     of two whole numbers, without spaces
-
-    and a `-` or `+` directly before it belongs to it. A number, with its sign where it has one, does not begin directly behind a letter,
-    a digit or an underscore of any script: there is no number in `v2`, and no sign in `10-7`, whose last number is 7. What follows a number
-    ends it: the full stop of a sentence, the unit in `72km`, the comma in `5, 6`. A text is read from left to right, each number as long as
-    it can be: `1.2.3` holds 1.2 and 3, `1,23` holds 1 and 23, and `1,2345` holds 1 and 2345, because exactly three digits stand behind a
-    comma.
+    What a number is need not be invented: `NUMBER.findall(text)` gives the numbers of a text, from left to right, as they are written, such
+    as "72", "-1,234.50", ".5" or "3/4", and `NUMBER.fullmatch(text)` is None unless the text is one number as a whole.
 
     Args:
         answer: what a model wrote, anything at all: empty, very long, in another script.
-        expected: one number, written as above; spaces around it do not matter. Something else equals no answer.
+        expected: one number; spaces around it do not matter. Something else equals no answer.
 
     Returns:
         0.0 where the answer has no number, or where its last one or the expected one divides by zero or has over 1,000 characters. The time
@@ -134,9 +125,7 @@ def number_reward(answer: str, expected: str) -> float:
 def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tensor:
     """Group-relative advantages: each answer's reward less the mean of its group, in units of a deviation (Shao et al. 2024, 4.1.2).
 
-        A = (r - mean of the group) / (deviation + 1e-4)
-
-    The deviation is the unbiased one, over n - 1: with `scale` "group" that of the group's rewards, with "batch" that of all rewards (Liu
+        An advantage says by how many deviations a reward lies above the mean of its group; 1e-4 is added to each deviation. The deviation is the unbiased one, over n - 1: with `scale` "group" that of the group's rewards, with "batch" that of all rewards (Liu
     et al. 2025 say why), and with "none" there is no division at all, not even by 1 + 1e-4. Where all answers of a group have the same
     reward, whatever it is, nothing is learned from them: their advantages are exactly 0. That holds for a group of one answer as well, and
     for rewards such as 0.1, whose sum is rounded.
@@ -211,9 +200,10 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str = "k3") -> 
 
     With the log-ratio d = log reference - log pi of a drawn token:
 
-        k1 = -d                      right on average, often negative
-        k2 = d^2 / 2                 never negative, wrong on average, a little
-        k3 = e^d - 1 - d             never negative, and right on average
+        k1      the KL's own summand, log pi - log reference: right on average, often negative
+        k2      half the square of d: never negative, wrong on average, a little
+        k3      k1 plus a multiple of e^d - 1, whose mean over pi's tokens is 0: so right on average. The multiple is the only one with
+                which no estimate is negative, whatever d is
 
     Which of them has the right gradient is another question, which the chapter asks.
 

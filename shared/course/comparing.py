@@ -77,6 +77,19 @@ def close(expected: Tensor, observed: Tensor, rtol: float, atol: float) -> Tenso
     return observed == expected
 
 
+def is_float(value: Any, dtype: torch.dtype) -> bool:
+    """Whether a value has this dtype. A number of Python's is float64."""
+    return isinstance(value, float) and dtype == torch.float64 or isinstance(value, Tensor) and value.dtype == dtype
+
+
+def distance(expected: Any, observed: Any) -> float:
+    """The largest difference of two tensors, or two numbers, relative to the largest number that was expected; inf for other shapes."""
+    left, right = (torch.as_tensor(value).detach() for value in (expected, observed))
+    if left.shape != right.shape or not left.numel():
+        return torch.inf
+    return ((left - right).abs().max() / left.abs().max()).item()
+
+
 def difference(expected: Any, observed: Any, rtol: float, atol: float) -> str | None:
     """None where two values agree; otherwise a note to print after them, which may be empty."""
     if equal(expected, observed, rtol, atol):

@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache
 
+import torch
+
 from shared.course.checking import Case, Check, Observation, describe, expectation, observe
-from shared.course.comparing import agree, differences
+from shared.course.comparing import agree, differences, distance, equal, is_float
 from shared.course.report import FAIL, PASS, Outcome
 
-GUESS = "Perhaps: {} (So it is on this input. On others your answer does something else.)"
+GUESS = "Perhaps: {} (This explains this case, but not all of your results: there may be a second mistake.)"
 ALSO = "{} (So it is on most inputs. On some your answer does something else as well.)"
+NARROW = "A part of this is computed in float32: float64 inputs come out right to seven or eight digits, and float32 ones as they should."
 ENOUGH = 4  # inputs that are got wrong as a mutant gets them, and as many for each on which it is not so, where a sentence is no guess
 
 Mutants = Mapping[str, Callable | tuple[Callable, ...]]  # a sentence -> a wrong answer that shows it, or several ways to write one mistake
@@ -82,7 +85,7 @@ class Judge:
                 outcome.problem = describe(case, differences(self.expected(case), results, case.rtol, case.atol), error)
                 keep(outcome)
                 if explain:
-                    outcome.misconception = self.diagnose(case, answer, confirm) or self.not_refused(case, error)
+                    outcome.misconception = self.diagnose(case, answer, confirm) or self.not_refused(case, error) or self.narrow(case, answer)
                 break
         outcome.seconds = time.perf_counter() - began
         return outcome
@@ -136,6 +139,21 @@ class Judge:
         """What to say of an answer that breaks, in whichever way, where it is to refuse its arguments."""
         asked = error is not None and self.expected(case).get("raised")
         return f"Refuse with {asked}, before the work begins." if asked == "SettingError" != type(error).__name__ else ""
+
+    def narrow(self, failing: Case, answer: Answer) -> str:
+        """What to say of float64 results that have the digits of float32, where float32 ones are right."""
+
+        def few_digits(expected: object, observed: object) -> bool:
+            return is_float(expected, torch.float64) and is_float(observed, torch.float64) and 1e-9 <= distance(expected, observed) <= 1e-6
+
+        expected, observed = self.expected(failing), answer.on(failing)[0]
+        if expected.keys() != observed.keys():
+            return ""
+        apart = [name for name in expected if not equal(expected[name], observed[name], failing.rtol, failing.atol)]
+        if not all(few_digits(expected[name], observed[name]) for name in apart):
+            return ""
+        of_float32 = [case for case in self.check.cases if any(is_float(value, torch.float32) for value in self.expected(case).values())]
+        return "" if any(self.rejects(case, answer) for case in of_float32) else NARROW
 
 
 def run_check(

@@ -38,9 +38,9 @@ reach_kernels_by_files()
 sys.exit(pytest.main(sys.argv[1:]))
 """
 
-# Tags of cells: the figure that the first cell shows as what the reader will have made, and imports, which JupyterLab shows collapsed.
+# Tags of cells: the figure that the first cell shows as what the reader will have made; imports and drawings, which JupyterLab shows collapsed.
 OPENING_FIGURE = "opening-figure"
-IMPORTS = "imports"
+IMPORTS, DRAWING = "imports", "drawing"
 PICTURES = CHECKOUT / "chapters" / "pictures"  # those of some chapters, for the README
 PICTURE = "opening.png"  # the first cell shows it as `![...](attachment:opening.png)`
 
@@ -99,7 +99,7 @@ def executed(notebook: nbformat.NotebookNode, name: str) -> nbformat.NotebookNod
     for place, cell in enumerate(notebook.cells):
         cell["id"] = f"c{place:02}"
         tags = cell.metadata.get("tags", [])
-        cell.metadata = ({"tags": tags} if tags else {}) | ({"jupyter": {"source_hidden": True}} if IMPORTS in tags else {})
+        cell.metadata = ({"tags": tags} if tags else {}) | ({"jupyter": {"source_hidden": True}} if {IMPORTS, DRAWING} & set(tags) else {})
     open_with_figure(notebook)
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

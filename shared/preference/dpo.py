@@ -29,10 +29,9 @@ def dpo_loss(
 ) -> Tensor:
     """The DPO loss of each pair (Rafailov et al. 2023, equation 7), with label smoothing (cDPO, Mitchell 2023).
 
-    The implicit reward of an answer is beta times the logarithm of how much likelier the policy makes it than the reference does. With
-    the difference d of the two answers' implicit rewards,
-
-        loss = -(1 - label_smoothing) * log sigmoid(d) - label_smoothing * log sigmoid(-d)
+    The implicit reward of an answer is beta times the logarithm of how much likelier the policy makes it than the reference does. The loss
+    of a pair is the Bradley-Terry loss of the implicit rewards. With label smoothing it is the loss to expect if that share of the labels
+    has chosen and rejected exchanged.
 
     Args:
         chosen, rejected: [pairs], each answer's log-probability under the policy: summed over its tokens.

@@ -7,21 +7,12 @@ from shared.course.binding import exercise
 def number_reward(answer: str, expected: str) -> float:
     """1.0 where the last number of an answer equals the expected one, as an exact rational, and 0.0 elsewhere. It never raises.
 
-    A number is written with ASCII digits, as
-
-        a whole number       72      007      1,234,567 (a comma in front of every three digits, or none)
-        a decimal            0.5     .5       1,234.50          at least one digit follows the point
-        a fraction           3/4     of two whole numbers, without spaces
-
-    and a `-` or `+` directly before it belongs to it. A number, with its sign where it has one, does not begin directly behind a letter,
-    a digit or an underscore of any script: there is no number in `v2`, and no sign in `10-7`, whose last number is 7. What follows a number
-    ends it: the full stop of a sentence, the unit in `72km`, the comma in `5, 6`. A text is read from left to right, each number as long as
-    it can be: `1.2.3` holds 1.2 and 3, `1,23` holds 1 and 23, and `1,2345` holds 1 and 2345, because exactly three digits stand behind a
-    comma.
+    What a number is need not be invented: `NUMBER.findall(text)` gives the numbers of a text, from left to right, as they are written, such
+    as "72", "-1,234.50", ".5" or "3/4", and `NUMBER.fullmatch(text)` is None unless the text is one number as a whole.
 
     Args:
         answer: what a model wrote, anything at all: empty, very long, in another script.
-        expected: one number, written as above; spaces around it do not matter. Something else equals no answer.
+        expected: one number; spaces around it do not matter. Something else equals no answer.
 
     Returns:
         0.0 where the answer has no number, or where its last one or the expected one divides by zero or has over 1,000 characters. The time

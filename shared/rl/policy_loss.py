@@ -63,9 +63,10 @@ def kl_estimate(log_probs: Tensor, reference: Tensor, estimator: str = "k3") -> 
 
     With the log-ratio d = log reference - log pi of a drawn token:
 
-        k1 = -d                      right on average, often negative
-        k2 = d^2 / 2                 never negative, wrong on average, a little
-        k3 = e^d - 1 - d             never negative, and right on average
+        k1      the KL's own summand, log pi - log reference: right on average, often negative
+        k2      half the square of d: never negative, wrong on average, a little
+        k3      k1 plus a multiple of e^d - 1, whose mean over pi's tokens is 0: so right on average. The multiple is the only one with
+                which no estimate is negative, whatever d is
 
     Which of them has the right gradient is another question, which the chapter asks.
 

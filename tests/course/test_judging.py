@@ -11,7 +11,7 @@ import torch
 
 from shared.course.checking import Case, Check
 from shared.course.comparing import Said, agree, differences
-from shared.course.judging import ALSO, ENOUGH, GUESS, Judge, run_check
+from shared.course.judging import ALSO, ENOUGH, GUESS, NARROW, Judge, run_check
 from shared.course.report import FAIL, PASS
 
 
@@ -68,6 +68,23 @@ def test_one_mistake_may_be_written_in_several_ways():
     for answer in (lambda x: x * 1, lambda x: x.abs() * 1):
         assert run_check(check, answer, written).misconception == "Nothing is added."
     assert run_check(check, lambda x: x.abs() * 1, {"Nothing is added.": lambda x: x}).misconception == GUESS.format("Nothing is added.")
+
+
+def test_float64_results_with_the_digits_of_float32_are_named_where_float32_ones_are_right():
+    """The commonest slip of people who write `.float()`. A difference in the fourth digit is another mistake, one in the twelfth rounding."""
+
+    def third_of(dtype: torch.dtype) -> Case:
+        return constant_case(given=lambda: {"x": torch.ones(2, dtype=dtype)}, expected=lambda x: {"y": x / 3}, rtol=1e-10)
+
+    def called(answer: Callable, *cases: Case) -> str:
+        return run_check(Check("01.cross_entropy", ("y",), list(cases), ("y",)), answer, {}).misconception
+
+    both = third_of(torch.float32), third_of(torch.float64)
+    assert called(lambda x: (x.float() / 3).to(x.dtype), *both) == NARROW
+    assert called(lambda x: (x.float() / 3).to(x.dtype), third_of(torch.float64)) == NARROW
+    assert called(lambda x: x / 3 * (1 + 1e-4 * (x.dtype == torch.float64)), *both) == ""
+    assert called(lambda x: x / 3 * (1 + 1e-8), third_of(torch.float64), constant_case(expected=lambda x: {"y": x + 1})) == ""
+    assert called(lambda x: (x.float() / 3).to(x.dtype)[:1], *both[::-1]) == ""
 
 
 def test_a_refusal_in_other_words_hides_no_misconception():

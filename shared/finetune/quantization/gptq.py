@@ -16,26 +16,26 @@ from shared.finetune.quantization.rounding import QuantizedWeight, Rounding, dec
 
 
 @exercise("10.gptq_column")
-def gptq_column(weights: Tensor, column: int, inverse: Tensor, quantize: Callable[[Tensor], Tensor]) -> Tensor:
+def gptq_column(weights: Tensor, column: int, factor: Tensor, quantize: Callable[[Tensor], Tensor]) -> Tensor:
     """Quantize one column of a block of weights, and spread its error over the columns after it (Frantar et al. 2022, algorithm 1).
 
-    With U the upper triangular factor of the inverse Hessian (H^-1 = U^T U), and q the quantized column j:
-
-        error = (w_j - q) / U_jj            w_k <- w_k - error U_jk     for every later column k > j
+    Column j becomes what it is rounded to. Of all moves of the later columns, the one is made with which the layer's outputs change least:
+    the sum of their squared changes over the calibration inputs is as small as it can be with this column j. No system is solved for it,
+    because the upper triangular factor U of the inverse Hessian, H^-1 = U^T U, holds the moves in its row j.
 
     Args:
         weights: [out, n], the columns of the block, with the errors of earlier columns spread over them already. It may be a part of a
             larger matrix. Changed in place: column j becomes exactly its quantized values, later columns take over its error, all at
             once, and earlier ones stay.
         column: j, from 0.
-        inverse: [n, n], U: upper triangular, with a positive diagonal.
+        factor: [n, n], U: upper triangular, with a positive diagonal. Not the inverse itself.
         quantize: [out] -> [out], rounds a column to the values that it may have; called once, with column j as it is.
 
     Returns:
-        The error [out], divided by U_jj: columns outside of the block need it.
+        What column j lost by the rounding, in units of U_jj, [out]: columns outside of the block need it.
 
-    >>> weights, inverse = torch.tensor([[0.6, 0.6]]), torch.tensor([[1.0, -0.5], [0.0, 1.0]])
-    >>> gptq_column(weights, 0, inverse, torch.round), weights
+    >>> weights, factor = torch.tensor([[0.6, 0.6]]), torch.tensor([[1.0, -0.5], [0.0, 1.0]])
+    >>> gptq_column(weights, 0, factor, torch.round), weights
     (tensor([-0.4000]), tensor([[1.0000, 0.4000]]))
     """
 
@@ -103,11 +103,11 @@ def quantize_gptq(weight: Tensor, hessian: Tensor, settings: GPTQ, name: str = "
         scales, zeros = rounding.scales(work.unflatten(1, (-1, width)))
         order = hessian.diagonal().argsort(descending=True, stable=True)
         work, hessian = work[:, order], hessian[order][:, order]
-    inverse = inverse_factor(hessian, name)
+    factor = inverse_factor(hessian, name)
     groups = (order // width).tolist()
     codes = torch.empty_like(work, dtype=torch.uint8)
     for start, stop in blocks(columns, settings.block, width):
-        errors, within = torch.empty_like(work[:, start:stop]), inverse[start:stop, start:stop]
+        errors, within = torch.empty_like(work[:, start:stop]), factor[start:stop, start:stop]
         for column in range(start, stop):
             group = groups[column]
             if not settings.act_order and column % width == 0:
@@ -118,7 +118,7 @@ def quantize_gptq(weight: Tensor, hessian: Tensor, settings: GPTQ, name: str = "
                 return decode(codes[:, column], scales[:, group], zeros[:, group])
 
             errors[:, column - start] = gptq_column(work[:, start:stop], column - start, within, quantize)
-        work[:, stop:] -= errors @ inverse[start:stop, stop:]
+        work[:, stop:] -= errors @ factor[start:stop, stop:]
     in_place = torch.empty_like(codes)
     in_place[:, order] = codes
     return QuantizedWeight(in_place, scales.to(weight.dtype), zeros.to(weight.dtype))

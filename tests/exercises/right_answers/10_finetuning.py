@@ -152,22 +152,22 @@ def dequantize_nf4__by_gather(codes, scales, values, block, shape, dtype):
     return result.copy_(flat.view(result.shape)).type(dtype)
 
 
-def gptq_column__by_addr(weights, column, inverse, quantize):
+def gptq_column__by_addr(weights, column, factor, quantize):
     """One call for the outer product and the sum, in a slice."""
     before = weights[:, column].clone()
     weights[:, column] = quantize(before)
-    error = before.sub(weights[:, column]).div(inverse[column, column].item())
-    weights[:, column + 1 :].addr_(error, inverse[column, column + 1 :], alpha=-1)
+    error = before.sub(weights[:, column]).div(factor[column, column].item())
+    weights[:, column + 1 :].addr_(error, factor[column, column + 1 :], alpha=-1)
     return error
 
 
-def gptq_column__over_all_columns(weights, column, inverse, quantize):
+def gptq_column__over_all_columns(weights, column, factor, quantize):
     """A masked row of the factor, and a change of all later columns by broadcasting."""
     current = weights.select(1, column)
     rounded = quantize(current)
-    error = (current - rounded) / inverse.diagonal()[column]
+    error = (current - rounded) / factor.diagonal()[column]
     later = weights.narrow(1, column + 1, weights.shape[1] - column - 1)
-    later.sub_(error.unsqueeze(1) * inverse[column].narrow(0, column + 1, later.shape[1]).unsqueeze(0))
+    later.sub_(error.unsqueeze(1) * factor[column].narrow(0, column + 1, later.shape[1]).unsqueeze(0))
     current.copy_(rounded)
     return error
 

@@ -32,8 +32,8 @@ def itself(column):
     return column
 
 
-def of(weights, column, inverse, quantize=torch.round, dtype=torch.float64):
-    return lambda: {"weights": torch.tensor(weights, dtype=dtype), "column": column, "inverse": torch.tensor(inverse, dtype=dtype),
+def of(weights, column, factor, quantize=torch.round, dtype=torch.float64):
+    return lambda: {"weights": torch.tensor(weights, dtype=dtype), "column": column, "factor": torch.tensor(factor, dtype=dtype),
                     "quantize": quantize}  # fmt: skip
 
 
@@ -42,19 +42,19 @@ def hessian(size, seed):
     return 2 * x.T @ x / len(x)
 
 
-def factor(size, seed=3):
+def factor_of(size, seed=3):
     return torch.linalg.cholesky(torch.linalg.inv(hessian(size, seed)), upper=True)
 
 
 def drawn(out, size, column, quantize=halves, dtype=torch.float64, seed=1):
     def given():
-        tensors = {"weights": 2 * randn(out, size, seed=seed).to(dtype), "inverse": factor(size).to(dtype)}
+        tensors = {"weights": 2 * randn(out, size, seed=seed).to(dtype), "factor": factor_of(size).to(dtype)}
         return tensors | {"column": column, "quantize": quantize}
 
     return given
 
 
-def done(function, weights, column, inverse, quantize):
+def done(function, weights, column, factor, quantize):
     """The error and the weights afterwards, the quantized column by itself, and what `quantize` was called with."""
     seen = []
 
@@ -62,19 +62,19 @@ def done(function, weights, column, inverse, quantize):
         seen.append(given.clone())
         return quantize(given)
 
-    error = function(weights, column, inverse, recorded)
+    error = function(weights, column, factor, recorded)
     return {"error": error, "weights": weights, "calls of quantize": len(seen), "what is quantized": seen[0] if seen else None,
             "error and weights share memory": error.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr()}  # fmt: skip
 
 
-def by_hand(weights, column, inverse, quantize):
+def by_hand(weights, column, factor, quantize):
     after, before = weights.clone(), weights[:, column].clone()
     quantized = quantize(before.clone())
-    error = torch.stack([(own - kept) / inverse[column, column] for own, kept in zip(before, quantized, strict=True)])
+    error = torch.stack([(own - kept) / factor[column, column] for own, kept in zip(before, quantized, strict=True)])
     for row in range(len(weights)):
         after[row, column] = quantized[row]
         for later in range(column + 1, weights.shape[1]):
-            after[row, later] = weights[row, later] - error[row] * inverse[column, later]
+            after[row, later] = weights[row, later] - error[row] * factor[column, later]
     return {"error": error, "weights": after, "calls of quantize": 1, "what is quantized": before, "error and weights share memory": False}
 
 
@@ -86,36 +86,36 @@ def of_example(function, **given):
     return {"error": function(**given), "weights": given["weights"]}
 
 
-def exact_column(function, weights, column, inverse, quantize):
-    function(weights, column, inverse, quantize)
+def exact_column(function, weights, column, factor, quantize):
+    function(weights, column, factor, quantize)
     return {"column": weights[:, column]}
 
 
-def of_column(weights, column, inverse, quantize):
+def of_column(weights, column, factor, quantize):
     return {"column": quantize(weights[:, column].clone())}
 
 
 def in_part(function, out, size, first, last, column):
     """The block is a part of a larger matrix, of which nothing else changes."""
     whole = 2 * randn(out, size, seed=1)
-    error = function(whole[:, first:last], column, factor(size)[first:last, first:last], halves)
+    error = function(whole[:, first:last], column, factor_of(size)[first:last, first:last], halves)
     return {"error": error, "the whole matrix": whole}
 
 
 def part_by_hand(out, size, first, last, column):
     whole = 2 * randn(out, size, seed=1)
-    found = by_hand(whole[:, first:last], column, factor(size)[first:last, first:last], halves)
+    found = by_hand(whole[:, first:last], column, factor_of(size)[first:last, first:last], halves)
     whole[:, first:last] = found["weights"]
     return {"error": found["error"], "the whole matrix": whole}
 
 
 def all_columns(function, out, size, block):
     """A whole matrix: columns in blocks, whose errors reach the columns behind the block in one product (algorithm 1)."""
-    weights, inverse = 2 * randn(out, size, seed=1), factor(size, seed=7)
+    weights, factor = 2 * randn(out, size, seed=1), factor_of(size, seed=7)
     for first in range(0, size, block):
         last = min(first + block, size)
-        errors = [function(weights[:, first:last], column, inverse[first:last, first:last], by_row) for column in range(last - first)]
-        weights[:, last:] -= torch.stack(errors, dim=1) @ inverse[first:last, last:]
+        errors = [function(weights[:, first:last], column, factor[first:last, first:last], by_row) for column in range(last - first)]
+        weights[:, last:] -= torch.stack(errors, dim=1) @ factor[first:last, last:]
     return {"quantized": weights}
 
 
@@ -135,7 +135,7 @@ def by_solving(out, size, block):
 def one_step(function, out, size):
     """After the first column, the others are those with the least error of the outputs."""
     weights = 2 * randn(out, size, seed=1)
-    error = function(weights, 0, factor(size, seed=7), halves)
+    error = function(weights, 0, factor_of(size, seed=7), halves)
     return {"later columns": weights[:, 1:], "half the squared error of each row": error.square() / 2}
 
 
