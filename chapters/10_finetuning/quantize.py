@@ -10,7 +10,7 @@ to it, and `start_from=runs/10_quantize adapter.base=packed` trains an adapter o
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +28,7 @@ class QuantizeConfig:
     """Quantize a model.
 
     Args:
-        model: folder of the model, with its tokenizer: the folder `model` of a run.
+        model: folder of the model, with its tokenizer: the folder `model` of a run; or a GGUF file, or smollm2.
         impl: whose exercises run: the solutions, yours, or yours where their check passed.
         method: nearest rounds each weight by itself; gptq and awq look at what the weights are multiplied by.
         bits: of a weight: 2, 3, 4 or 8.
@@ -69,10 +69,12 @@ def run(config: QuantizeConfig) -> None:
     from shared.course.errors import CourseError
     from shared.data.loader import PackedLoader
     from shared.finetune.chat.template import FILE, ChatTemplate
+    from shared.finetune.gguf.packaged import is_gguf
+    from shared.finetune.gguf.unpack import unpacked
     from shared.finetune.quantization.methods import layers_of, quantize_model, require_sizes
     from shared.finetune.quantization.packed_files import require_outputs, save_quantized
     from shared.model.hf.files import PretrainedError
-    from shared.model.hf.pretrained import load_pretrained
+    from shared.model.hf.pretrained import load_pretrained, open_pretrained
     from shared.output_files import remove_left_over, require_writable, writing
 
     console = Console(markup=False, emoji=False)
@@ -81,9 +83,10 @@ def run(config: QuantizeConfig) -> None:
             raise CourseError(f"{name} is {getattr(config, name)}: give at least 1.")
     try:
         method, layout = method_of(config), layout_of(config)
+        config = replace(config, model=unpacked(config.model)) if is_gguf(config.model) else config
+        require_sizes(open_pretrained(config.model), rounding_of(config))  # before the weights are read
         model = load_pretrained(config.model)
         total = layers_of(model)
-        require_sizes(model, rounding_of(config))
         require_outputs(model, config.bits)
     except (PretrainedError, ValueError) as error:
         raise CourseError(str(error)) from None
@@ -91,11 +94,13 @@ def run(config: QuantizeConfig) -> None:
         raise CourseError(f"output is {config.output}, where the model is: give another folder.")
     require_writable(config.output)
     text = prepared_text(config, model, console)
+    for line in calibration_lines(config):
+        console.print(line, highlight=False, soft_wrap=True)
     before = perplexity(model, text, config)
     loader = PackedLoader(text.training, seq=config.seq, batch_size=min(8, config.rows), seed=config.seed, prefetch=0)
     began = time.perf_counter()
     try:
-        reports = with_progress(quantize_model(model, calibration(loader, config.rows), method), total, console)
+        reports = with_progress(quantize_model(model, calibration(loader, config.rows), method), total, len(model.stack.blocks), console)
     except ValueError as error:
         raise CourseError(str(error)) from None
     seconds = time.perf_counter() - began
@@ -160,6 +165,25 @@ def prepared_text(config: QuantizeConfig, model: "TransformerModel", console: "C
     return text
 
 
+def calibration_lines(config: QuantizeConfig) -> list[str]:
+    """Which text the layers are calibrated on, and a warning where it is the course's and the model is another's."""
+    paths = config.data if isinstance(config.data, list) else [config.data]
+    text = ", ".join(map(str, paths)) or "the embedded corpus, Python source"
+    lines = [f"Calibration text: {config.rows} rows of {config.seq} tokens of {text}; held out: {config.held_out_rows} rows of the same."]
+    if not paths and not is_trained_here(config.model):
+        lines.append("The model is not the course's, and GPTQ and AWQ fit it to that corpus: give --data with text like what it will read.")
+    return lines
+
+
+def is_trained_here(model: Path) -> bool:
+    """Whether a model is of a run that began with random weights, or with those of such a run."""
+    from shared.course.strict_yaml import read_yaml
+
+    record = model.parent / "config.yaml"
+    start = read_yaml(record).get("start_from") if record.is_file() else str(model)
+    return start is None or (record.is_file() and is_trained_here(Path(start) / "model"))
+
+
 def calibration(loader: Any, rows: int) -> Any:
     """Batches of about `rows` rows."""
     batches = iter(loader)
@@ -177,17 +201,26 @@ def perplexity(model: "TransformerModel", text: "PreparedText", config: Quantize
     return math.exp(evaluate(model, loader, packed_next_token_objective).mean_loss)
 
 
-def with_progress(reports: Any, total: int, console: "Console") -> list[Any]:
-    """All reports, under a progress bar; without a terminal, silently."""
+def with_progress(reports: Any, total: int, blocks: int, console: "Console") -> list[Any]:
+    """All reports, under a progress bar where there is a terminal, and with a line for each block."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    found = []
+    found: list[Any] = []
+
+    def say_block() -> None:
+        block = found[-1].name.split(".")[2]
+        lost = [report.error for report in found if report.name.split(".")[2] == block]
+        console.print(f"Block {int(block) + 1} of {blocks}: its layers lose up to {max(lost):.5f} of their outputs.", highlight=False)
+
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("quantizing", total=total)
         for report in reports:
+            if found and found[-1].name.split(".")[2] != report.name.split(".")[2]:
+                say_block()
             found.append(report)
             bar.update(task, advance=1, description=report.name.removeprefix("stack."))
+        say_block()
     return found
 
 

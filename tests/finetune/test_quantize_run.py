@@ -13,7 +13,9 @@ from scripts import run_script
 from shared.course.errors import CourseError
 from shared.course.paths import CHECKOUT
 from shared.data.tokenizer import TextTokenizer
+from shared.finetune.quantization.methods import require_sizes
 from shared.finetune.quantization.packed_files import load_quantized, quantized_layers
+from shared.finetune.quantization.rounding import Rounding
 from shared.model.config import ModelConfig
 from shared.model.hf.pretrained import load_pretrained, save_pretrained
 from shared.model.transformer import TransformerModel
@@ -31,7 +33,7 @@ def exported(tmp_path_factory):
     for number in range(40):
         (text / f"{number}.py").write_text(f"def double_{number}(x):\n    return x + x  # twice {number}\n" * 20)
     tokenizer = TextTokenizer.train([file.read_text() for file in sorted(text.iterdir())], 300, sentinels=0)
-    config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+    config = ModelConfig(vocab_size=tokenizer.vocab_size, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
                          max_position_embeddings=64, initializer_range=0.1)  # fmt: skip
     save_pretrained(TransformerModel(config, seed=0), folder, token_ids={"eos_token_id": tokenizer.end_id})
     tokenizer.save_pretrained(folder, 64)
@@ -52,6 +54,9 @@ def test_a_runs_model_is_quantized_and_told_about(exported, tmp_path):
     done = quantize(exported, tmp_path / "out", "--method", "gptq")
     assert done.returncode == 0, done.stderr
     assert not list((tmp_path / "out").rglob("*.partial"))
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines if line.startswith("Block ")] == ["Block 1 of 2", "Block 2 of 2"]
+    assert lines[0].startswith("Calibration text: 8 rows of 32 tokens of ")
     assert "stack.blocks.0.feed_forward.down_proj" in done.stdout and "Perplexity of a token" in done.stdout
     before = load_pretrained(exported[0])
     after = load_quantized(tmp_path / "out" / "model")
@@ -89,6 +94,37 @@ def test_what_cannot_work_is_refused_in_a_sentence(exported, tmp_path, changes, 
     settings = {"model": exported[0], "data": exported[1], "group": 32, "output": tmp_path} | changes
     with pytest.raises(CourseError, match=says):
         module.run(module.QuantizeConfig(**settings))
+
+
+def test_the_refusal_comes_before_the_weights_and_names_groups_that_fit(exported, tmp_path, monkeypatch):
+    module = import_module("chapters.10_finetuning.quantize")
+    monkeypatch.setattr("shared.model.hf.pretrained.load_pretrained", None)
+    with pytest.raises(CourseError, match="in groups of 48.*Groups that fit all layers: 32, 64; or null for whole rows.$"):
+        module.run(module.QuantizeConfig(model=exported[0], data=exported[1], group=48, output=tmp_path))
+
+
+def test_groups_that_fit_are_those_that_the_layers_take():
+    """SmolLM2-135M's sizes; the group of 128 that its user met first is none of them."""
+    config = ModelConfig(vocab_size=9, hidden_size=576, num_hidden_layers=1, num_attention_heads=9, intermediate_size=1536)
+    with torch.device("meta"):
+        model = TransformerModel(config)
+    with pytest.raises(ValueError, match="576 inputs cannot be .* groups of 128.*Groups that fit all layers: 32, 64, 96, 192; or"):
+        require_sizes(model, Rounding(4, 128))
+    for group in (32, 64, 96, 192, None):
+        require_sizes(model, Rounding(4, group))
+
+
+def test_the_calibration_text_is_said_and_warned_of_where_it_is_the_courses_and_the_model_is_not(tmp_path):
+    module = import_module("chapters.10_finetuning.quantize")
+    for run, start in (("base", None), ("tuned", tmp_path / "base"), ("of_another", tmp_path / "folder")):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "config.yaml").write_text(json.dumps({"start_from": start and str(start)}))
+    said = {name: module.calibration_lines(module.QuantizeConfig(model=tmp_path / name)) for name in
+            ("base/model", "tuned/model", "of_another/model", "folder")}  # fmt: skip
+    assert [len(lines) for lines in said.values()] == [1, 1, 2, 2] and "embedded corpus, Python source" in said["base/model"][0]
+    assert "give --data" in said["folder"][1]
+    [line] = module.calibration_lines(module.QuantizeConfig(model=tmp_path / "folder", data=Path("texts")))
+    assert "64 rows of 256 tokens of texts" in line
 
 
 def test_enlarged_channels_leave_the_model_what_it_was():

@@ -1,5 +1,6 @@
 """Chapter 10. Quantize a transformer after training (post-training quantization): round to nearest, GPTQ or AWQ, layer by layer."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from shared.finetune.quantization.awq import AWQ, UNCLIPPED, clip_weights, fold_scales, search_scales
 from shared.finetune.quantization.calibration import BlockInput, SharedInput, blocks_with_inputs, shared_inputs, watch
 from shared.finetune.quantization.gptq import GPTQ, Hessian, output_error, quantize_gptq
-from shared.finetune.quantization.packed import QuantizedLinear
+from shared.finetune.quantization.packed import WORD, QuantizedLinear
 from shared.finetune.quantization.rounding import Rounding, round_to_nearest
 from shared.model.block import Block
 from shared.model.transformer import TransformerModel
@@ -54,7 +55,7 @@ def layers_of(model: TransformerModel) -> int:
 
 
 def require_sizes(model: TransformerModel, rounding: Rounding) -> None:
-    """Reject settings that do not fit some layer's sizes, before any work is done."""
+    """Reject settings that do not fit some layer's sizes, before any work is done, and name groups that fit. Weights may be on meta."""
     for number, block in model.stack.blocks.items():
         for layer in (layer for group in shared_inputs(block, f"stack.blocks.{number}") for layer in group.layers):
             linear = block.get_submodule(layer)
@@ -62,7 +63,16 @@ def require_sizes(model: TransformerModel, rounding: Rounding) -> None:
                 with torch.device("meta"):
                     QuantizedLinear(linear.out_features, linear.in_features, None, rounding)
             except ValueError as error:
-                raise ValueError(f"stack.blocks.{number}.{layer}: {error}") from None
+                raise ValueError(f"stack.blocks.{number}.{layer}: {error}{groups_that_fit(model)}") from None
+
+
+def groups_that_fit(model: TransformerModel) -> str:
+    """Multiples of 32 that divide the inputs of every layer, in a sentence; empty where there are none."""
+    blocks = model.stack.blocks.items()
+    names = [(block, layer) for name, block in blocks for group in shared_inputs(block, f"stack.blocks.{name}") for layer in group.layers]
+    common = math.gcd(*(block.get_submodule(layer).in_features for block, layer in names))
+    fitting = [str(group) for group in range(WORD, common + 1, WORD) if common % group == 0]
+    return f" Groups that fit all layers: {', '.join(fitting)}; or null for whole rows." if fitting else ""
 
 
 def scale_inputs(block: Block, inputs: list[BlockInput], method: AWQ, name: str) -> dict[str, Tensor]:
