@@ -10,6 +10,7 @@ its own.
 Left out on purpose: second derivatives. The gradient is computed once, with the loss.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from shared.model.masks import Documents
 from shared.totals import Batch, Totals
 
 CHUNK = 2**21  # logits: 8 MB in float32
+CHUNK_ON_GPU = 2**25  # 128 MiB: each chunk reads the weight of the head and adds to its gradient, whose copies take no less memory
 FEWEST_ROWS = 256  # fewer would leave the matrix multiplication of the head too thin
 
 
@@ -59,12 +61,12 @@ def chunked_loss(head: nn.Module, hidden_states: Tensor, targets: Tensor, rows: 
         head: a `Head`: [..., D] -> [..., vocab], with its `scores`. Called once for each chunk.
         hidden_states: [..., D].
         targets: [...] int64; a target of -100 does not count.
-        rows: predictions in a chunk; None for about two million logits.
+        rows: predictions in a chunk; None for `chunk_rows`.
     """
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     with_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or bool(parameters))
     loss_sum, token_count, correct = ChunkedCrossEntropy.apply(
-        hidden_states.flatten(0, -2), targets.flatten(), head, rows or chunk_rows(head), with_gradient, *parameters
+        hidden_states.flatten(0, -2), targets.flatten(), head, rows or chunk_rows(head.vocab_size, hidden_states.is_cuda), with_gradient, *parameters
     )
     return Totals(loss_sum, token_count, {"correct": correct})
 
@@ -78,15 +80,16 @@ def token_log_probs(head: nn.Module, hidden_states: Tensor, targets: Tensor, row
     Returns:
         The shape of `targets`, in float32 (float64 for float64 logits); 0 where a target is -100.
     """
-    rows = rows or chunk_rows(head)
+    rows = rows or chunk_rows(head.vocab_size, hidden_states.is_cuda)
     chunks = zip(hidden_states.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
     losses = [checkpoint(chunk_losses, head, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return -torch.cat(losses).view(targets.shape)
 
 
-def chunk_rows(head: nn.Module) -> int:
-    """Predictions in a chunk where nobody says: about two million logits."""
-    return max(FEWEST_ROWS, CHUNK // head.vocab_size)
+def chunk_rows(vocab_size: int, on_gpu: bool) -> int:
+    """Predictions in a chunk where nobody says: as many as have 8 MB of logits in float32, on a GPU 128 MiB. It depends on nothing in which
+    the cards of a run may differ, since ranks that share a vocabulary need equal chunks."""
+    return max(FEWEST_ROWS, (CHUNK_ON_GPU if on_gpu else CHUNK) // vocab_size)
 
 
 def chunk_losses(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> Tensor:
@@ -101,20 +104,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_states: Tensor, targets: Tensor, head: nn.Module, rows: int, with_gradient: bool, *parameters: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        totals, hidden_gradients = [], []
-        parameter_gradients: list[Tensor] = []
-        for chunk, its_targets in zip(hidden_states.split(rows), targets.split(rows), strict=True):
-            with torch.set_grad_enabled(with_gradient):
-                chunk = chunk.detach().requires_grad_(with_gradient)
-                logits = head(chunk)
-            scores = head.scores(logits.detach(), its_targets)
-            if with_gradient:
-                hidden_gradient, *more = torch.autograd.grad(logits, [chunk, *parameters], scores.gradient())
-                hidden_gradients.append(hidden_gradient)
-                parameter_gradients = [a.add_(b) for a, b in zip(parameter_gradients, more, strict=True)] if parameter_gradients else more
-            totals.append((*scores.cross_entropy(), scores.count_correct()))
-        ctx.save_for_backward(*([torch.cat(hidden_gradients)] if with_gradient else []), *parameter_gradients)
-        loss_sum, token_count, correct = (torch.stack(column).sum() for column in zip(*totals, strict=True))
+        sums: list[Tensor] = []
+        chunks = zip(hidden_states.split(rows), targets.split(rows), strict=True)
+        finished = [finish_chunk(head, *chunk, with_gradient, parameters, sums) for chunk in chunks]
+        *totals, hidden_gradients = zip(*finished, strict=True)
+        ctx.save_for_backward(*([torch.cat(hidden_gradients)] if with_gradient else []), *sums)
+        loss_sum, token_count, correct = (torch.stack(column).sum() for column in totals)
         ctx.mark_non_differentiable(token_count, correct)
         return loss_sum, token_count, correct
 
@@ -123,6 +118,21 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, *parameter_gradients = (gradient * upstream for gradient in ctx.saved_tensors)
         return hidden_gradient, None, None, None, None, *parameter_gradients
+
+
+def finish_chunk(
+    head: nn.Module, chunk: Tensor, targets: Tensor, with_gradient: bool, parameters: Sequence[Tensor], sums: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Loss, number of targets, how many were the likeliest, all [], and the gradient of a chunk [rows, D]. That of the head is added to
+    `sums`. A function of its own: what the chunk before has computed, its gradient of the head too, is freed by now."""
+    with torch.set_grad_enabled(with_gradient):
+        chunk = chunk.detach().requires_grad_(with_gradient)
+        logits = head(chunk)
+    scores, hidden_gradient = head.scores(logits.detach(), targets), None
+    if with_gradient:
+        hidden_gradient, *more = torch.autograd.grad(logits, [chunk, *parameters], scores.gradient())
+        sums[:] = [a.add_(b) for a, b in zip(sums, more, strict=True)] if sums else more
+    return *scores.cross_entropy(), scores.count_correct(), hidden_gradient
 
 
 class TokenLosses(torch.autograd.Function):

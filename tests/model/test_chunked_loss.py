@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from storage_peak import StoragePeak
 
 from shared.loss import IGNORED, next_token_objective
 from shared.model import chunked_loss as chunks
@@ -97,7 +97,18 @@ def test_a_chunk_has_about_two_million_logits_and_never_fewer_than_256_rows(comp
         with torch.no_grad():
             model(batch["input_ids"], head_fn=partial(compute, targets=batch["targets"]))
         found[vocab_size] = rows
-    assert found == {50: [400, 112], 97: [256, 256]} and chunks.chunk_rows(SimpleNamespace(vocab_size=2**22)) == 256
+    assert found == {50: [400, 112], 97: [256, 256]}
+    assert [chunks.chunk_rows(size, on_gpu=on_gpu) for size, on_gpu in ((2**22, False), (2**22, True), (50304, True))] == [256, 256, 667]
+
+
+def test_a_chunk_frees_the_gradient_of_the_head_before_the_next_one_makes_its_own():
+    """At most three tensors of the head's size: its weight, the sum, and one chunk's gradient."""
+    model, batch = TransformerModel(replace(CONFIG, vocab_size=3001)), batch_of(4, 64)
+    with StoragePeak() as seen:
+        head, hidden = model.head, torch.randn(4 * 64, CONFIG.hidden_size, requires_grad=True)
+        before = head.linear.weight.nbytes
+        chunked_loss(head, hidden, batch["targets"].flatten() % 3001, rows=4)
+    assert seen.peak < 3.9 * before
 
 
 def test_under_autocast_the_chunked_loss_agrees_to_bfloat16():

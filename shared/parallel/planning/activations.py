@@ -5,13 +5,15 @@ layers save their inputs, attention saves queries, keys, values and its result. 
 same residual stream (`model_of_rank`), so the same formulas apply; sequence parallelism shards that stream as well. Experts have formulas
 of their own (chapter 09).
 
-Left out on purpose: short-lived buffers (gradients of activations, workspaces), and blocks other than those of a decoder without dropout.
+Left out on purpose: short-lived buffers (gradients of activations, workspaces), of which `loss_buffers` has a formula of its own, and
+blocks other than those of a decoder without dropout.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from shared.model.chunked_loss import chunk_rows
 from shared.model.config import ModelConfig
 from shared.model.counting import block_counts, feed_forward_counts
 from shared.parallel.config import ParallelConfig
@@ -189,6 +191,24 @@ def end_bytes(model: ModelConfig, tokens: int, width: int, logits: int | None, s
         return norm + 4 * tokens * size + 4 * model.vocab_size * size
     rounded = width * model.vocab_size * size if width < 4 else 0
     return norm + width * tokens * size + tokens * (4 * logits + 13) + rounded  # 13: a sum, a target and a mask for each
+
+
+def loss_buffers(model: ModelConfig, layout: ParallelConfig, tokens: int, width: int, trained: bool = True) -> float:
+    """Bytes of a rank's short-lived buffers while the chunked loss is computed (`shared.model.chunked_loss`), at most.
+
+    In 16 bits: logits, their softmax in float32 twice (the kernel copies its input), and the head's weight, rounded; or logits, their
+    gradient and, of a head that is trained, weight and gradient in 16 bits and the gradient in float32, which is then added to the sum.
+
+    Args:
+        model: the whole one. tokens: of a micro-batch on the rank. trained: the head.
+    """
+    own = model_of_rank(model, layout)
+    weight, head = own.vocab_size * own.hidden_size, int(trained)
+    logits = own.vocab_size * min(tokens, chunk_rows(model.vocab_size, on_gpu=width < 4))  # GPUs are what multiplies 16 bits fast
+    rounded = width * weight if width < 4 else 0
+    softmax = (8 + (width if width < 4 else 0)) * logits + rounded
+    gradient = 2 * width * logits + rounded + head * (4 * weight + rounded)
+    return max(softmax, gradient, 4 * (head * weight + tokens * own.hidden_size))  # the last: when the backward pass scales them
 
 
 def require_formula(model: ModelConfig) -> None:

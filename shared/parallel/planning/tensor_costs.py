@@ -100,7 +100,7 @@ def microbatch_exchanges(
     again = {"none": (0, 0), "full": (2, 2), "selective": (2, 1)}[layout.activation_checkpointing]  # sublayers entered, and left
     entered, left = (2 + more for more in again)
     sums = layers * (left + 2) + (selective and sum(is_sparse(model, layer) for layer in part.blocks))  # experts' rows are weighed after it
-    chunks = math.ceil(tokens / chunk_rows(model))
+    chunks = math.ceil(tokens / chunk_rows(model.vocab_size, on_gpu=False))  # on a GPU fewer: its messages are too few to matter
     if part.embedding:
         yield "embedding", "all_reduce", 1, stream, 4
     if layout.sequence_parallel:

@@ -137,8 +137,8 @@ class LikelihoodScorer:
 
 def scores_of(head: nn.Module, hidden_states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, D] and [rows] -> the log-probability of each target in float32, and whether it is the likeliest token, both [rows]."""
-    found = []
-    for chunk, wanted in zip(hidden_states.split(chunk_rows(head)), targets.split(chunk_rows(head)), strict=True):
+    found, chunk_size = [], chunk_rows(head.vocab_size, hidden_states.is_cuda)
+    for chunk, wanted in zip(hidden_states.split(chunk_size), targets.split(chunk_size), strict=True):
         logits = head.whole_logits(head(chunk))
         found.append((-head.scores(logits, wanted).token_losses(), logits.argmax(dim=-1) == wanted))
     log_probs, likeliest = zip(*found, strict=True)

@@ -3,7 +3,7 @@
 `course plan` shows them, and `require_memory` refuses a run that would be out of memory (OOM). A rank has most of its memory in use
 either in a training step or while answers are drawn, when there are no gradients and activations, but keys and values of the rows.
 
-Left out on purpose: short-lived buffers (a chunk of logits, buckets under way), and what the allocator keeps in reserve.
+Left out on purpose: short-lived buffers other than the loss's (buckets under way), and what the allocator keeps in reserve.
 """
 
 import math
@@ -23,7 +23,7 @@ from shared.finetune.quantization.packed_settings import KEYS, read_settings
 from shared.model.config import ModelConfig
 from shared.model.counting import parameter_counts
 from shared.model.hf.files import read_json
-from shared.parallel.planning.activations import WIDTH, Part, model_of_rank
+from shared.parallel.planning.activations import WIDTH, Part, loss_buffers, model_of_rank
 from shared.parallel.planning.memory import MemoryEstimate, StepSizes, part_counts, state_width, unit_bytes
 from shared.parallel.planning.pipeline_costs import estimate_ranks, held_parts
 from shared.preference.gathering import fits_whole
@@ -54,8 +54,8 @@ class RankMemory:
     """Bytes of a rank, by kind; of a pipeline, one for each stage.
 
     weights, gathered, gradients, optimizer, activations: as `MemoryEstimate` has them. beside: frozen models, a reference or a reward
-    model, and a value head. batch: token ids. cache: keys and values of the answers that are drawn at a time. drawn_with: extra
-    weight memory while answers are generated: what fsdp gathers, all or block by block, or copies for the fused step
+    model, and a value head. batch: token ids. loss: short-lived buffers while the loss is computed. cache: keys and values of the answers
+    that are drawn at a time. drawn_with: extra weight memory while answers are generated: what fsdp gathers, all or block by block, or copies for the fused step
     (`shared.rl.fused_step`). counted: False where there is no formula for all kinds, and the sum is the least.
     """
 
@@ -66,6 +66,7 @@ class RankMemory:
     activations: float
     beside: float
     batch: float
+    loss: float
     cache: float = 0.0
     drawn_with: float = 0.0
     counted: bool = True
@@ -73,7 +74,7 @@ class RankMemory:
     @property
     def training(self) -> float:
         """Bytes in use at once in a training step."""
-        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations + self.beside + self.batch
+        return self.weights + self.gathered + self.gradients + self.optimizer + self.activations + self.beside + self.batch + self.loss
 
     @property
     def drawing(self) -> float:
@@ -100,9 +101,12 @@ def run_memory(config: TrainerConfig, rewards: ModelConfig | None = None, usable
     drawing = [(cache_bytes(config, part), drawn_with(config, part)) for part in parts] if rolls else [(0.0, 0.0)]
     if len(drawing) != len(found):
         drawing = [max(drawing)] * len(found)
+    losses = [loss_bytes(config, step) * (part.head and counted) for part in parts]
+    if len(losses) != len(found):
+        losses = [max(losses)] * len(found)
     every = [
-        RankMemory(**vars(each), beside=beside, batch=ids, cache=cache, drawn_with=more, counted=counted)
-        for each, (cache, more) in zip(found, drawing, strict=True)
+        RankMemory(**vars(each), beside=beside, batch=ids, loss=loss, cache=cache, drawn_with=more, counted=counted)
+        for each, loss, (cache, more) in zip(found, losses, drawing, strict=True)
     ]
     if copied_bytes(config) and not fits_whole(every[0].drawing, usable):
         every = [replace(each, drawn_with=0.0) for each in every]
@@ -196,6 +200,12 @@ def reward_model_setting(config: TrainerConfig) -> tuple | None:
     if config.mode == "grpo" and config.grpo.reward_model:
         return config.grpo.reward_model, "grpo.rewards"
     return None
+
+
+def loss_bytes(config: TrainerConfig, step: StepSizes) -> float:
+    """Short-lived buffers of the loss, whose chunks of logits and copies of the head come beside the activations."""
+    tokens = step.rows * step.seq // config.parallel.context_parallel
+    return loss_buffers(config.model.resolved(), config.parallel, tokens, WIDTH[step.precision], trained=config.adapter is None)
 
 
 def cache_bytes(config: TrainerConfig, part: Part) -> float:
