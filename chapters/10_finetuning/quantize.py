@@ -151,12 +151,14 @@ def layout_of(config: QuantizeConfig) -> str:
 def prepared_text(config: QuantizeConfig, model: "TransformerModel", console: "Console") -> "PreparedText":
     """Training and held-out text in the model's own tokens."""
     from shared.course.errors import CourseError
+    from shared.data.cleaning.cleaner import CleaningConfig
     from shared.data.prepare import PrepareConfig, prepare
     from shared.data.source import Source
 
     paths = config.data if isinstance(config.data, list) else [config.data]
     sources = tuple(Source(str(path)) for path in paths) or PrepareConfig().sources
-    text = prepare(PrepareConfig(sources=sources, tokenizer=config.model), config.output / "prepared", console)
+    cleaning = CleaningConfig(stages=("repair",)) if paths else CleaningConfig()  # rules for code would drop prose that was given
+    text = prepare(PrepareConfig(sources, cleaning, tokenizer=config.model), config.output / "prepared", console)
     if text.tokenizer.vocab_size > model.config.vocab_size:
         raise CourseError(
             f"The tokenizer in {config.model} has {text.tokenizer.vocab_size:,} tokens and the model {model.config.vocab_size:,}: they do "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from scripts import run_script
 
 from shared.course.errors import CourseError
@@ -94,6 +95,17 @@ def test_what_cannot_work_is_refused_in_a_sentence(exported, tmp_path, changes, 
     settings = {"model": exported[0], "data": exported[1], "group": 32, "output": tmp_path} | changes
     with pytest.raises(CourseError, match=says):
         module.run(module.QuantizeConfig(**settings))
+
+
+def test_calibration_text_of_ones_own_may_be_prose(exported, tmp_path):
+    """Of one line each, which the rules for code would drop."""
+    module, text = import_module("chapters.10_finetuning.quantize"), tmp_path / "text"
+    text.mkdir()
+    for number in range(30):
+        (text / f"{number}.txt").write_text(f"The house of number {number} stands at the end of the road, and nobody has been there. " * 20)
+    config = module.QuantizeConfig(model=exported[0], data=text, output=tmp_path / "out")
+    found = module.prepared_text(config, load_pretrained(exported[0]), Console(quiet=True))
+    assert len(found.training) + len(found.held_out) == 30
 
 
 def test_the_refusal_comes_before_the_weights_and_names_groups_that_fit(exported, tmp_path, monkeypatch):

@@ -239,6 +239,16 @@ def test_keys_that_a_record_no_longer_has_differ_and_free_ones_do_not(tmp_path):
         require_allowed(saved, now, tmp_path, [])
 
 
+def test_a_setting_that_came_after_a_run_leaves_it_resumable_where_it_is_the_default(tmp_path):
+    """The record of an older trainer lacks `stop_words`; with others the run would be another."""
+    now = {"data": {"prepare": {"cleaning": {"text": "prose", "stop_words": ["en"]}}}}
+    saved = {"data": {"prepare": {"cleaning": {"text": "prose"}}}}
+    assert require_allowed(saved, now, tmp_path, []) == {}
+    now["data"]["prepare"]["cleaning"]["stop_words"] = ["de"]
+    with pytest.raises(CourseError, match=r"cleaning\.stop_words \(None there, \['de'\] here\)"):
+        require_allowed(saved, now, tmp_path, [])
+
+
 def test_a_run_of_another_length_is_refused_by_the_key_that_can_be_given(tmp_path):
     """The schedule's steps are the run's, and refused as a word."""
     saved, now = ({"steps": steps, "schedule": {"steps": steps}} for steps in (4, 8))

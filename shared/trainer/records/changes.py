@@ -24,6 +24,7 @@ from shared.data.tokenizer import TextTokenizer
 from shared.engine.callbacks import Callback, RunState
 from shared.engine.checkpoint.folder import Checkpoints
 from shared.engine.checkpoint.optimizer_state import LOADER, OF_THIS_RUN, OPTIMIZER
+from shared.engine.trackers.services import flat
 from shared.optim.config import ScheduleConfig
 from shared.optim.schedules import factor_at
 from shared.trainer import provenance
@@ -139,8 +140,11 @@ def find_changes(
 def require_allowed(
     before: dict[str, Any], after: dict[str, Any], run: Path, asked: Collection[str], leave_out: Collection[str] = ()
 ) -> dict[str, list[Any]]:
-    """Differences that change a run, or an error for one that is not named in `continue_with` (asked) or can never change."""
-    different = {key: values for key, values in provenance.differences(before, after).items() if key not in leave_out}
+    """Differences that change a run, or an error for one that is not named in `continue_with` (asked) or can never change. A setting that
+    the record does not have is of a newer trainer, whose default is what the run did without it."""
+    known, defaults = flat(before), flat(provenance.plain(TrainerConfig()))
+    newer = {key for key, value in flat(after).items() if key not in known and key in defaults and value == defaults[key]}
+    different = {key: values for key, values in provenance.differences(before, after).items() if key not in {*leave_out, *newer}}
     if not (refused := not_asked_for(different, asked)):
         return different
     begins = f"{run} holds a run of another configuration: {provenance.in_words(refused)}. "

@@ -156,8 +156,8 @@ def cleaned(config: CleaningConfig) -> list:
     return [document.content for document in Cleaner(config).clean(Document(str(n), text.encode()) for n, text in enumerate(TEXTS))]
 
 
-def built(config: CleaningConfig) -> list:
-    return [(type(stage).__name__, sorted(vars(stage).items(), key=str)) for stage in config.build() if type(stage).__name__ == "Language"]
+def built(config: CleaningConfig, kind: str = "Language") -> list:
+    return [(type(stage).__name__, sorted(vars(stage).items(), key=str)) for stage in config.build() if type(stage).__name__ == kind]
 
 
 LANGUAGE = {"stages": ("length", "language"), "languages": ("en",)}
@@ -165,6 +165,7 @@ LANGUAGE = {"stages": ("length", "language"), "languages": ("en",)}
 CLEANING = Effects(CleaningConfig, observe=cleaned, rows={
     "stages": Differs(("repair", "length"), (Extension(f"{__file__}:Refusing"),)),
     "text": Differs("code", "prose"),
+    "stop_words": Differs(("en",), ("de",), beside={"text": "prose"}, by=lambda config: built(config, "ProseQuality")),
     "min_bytes": Differs(64, 200),
     "max_bytes": Differs(2_000_000, 150),
     "languages": Differs(("en",), ("de",), by=built, beside=LANGUAGE),
