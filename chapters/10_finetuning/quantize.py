@@ -90,6 +90,7 @@ def run(config: QuantizeConfig) -> None:
         require_outputs(model, config.bits)
     except (PretrainedError, ValueError) as error:
         raise CourseError(str(error)) from None
+    require_room(config, model)
     if config.output.resolve() == config.model.resolve():
         raise CourseError(f"output is {config.output}, where the model is: give another folder.")
     require_writable(config.output)
@@ -121,6 +122,22 @@ def run(config: QuantizeConfig) -> None:
     console.print(f"Perplexity of a token: {before:.3f} before, {after:.3f} after ({rows}).", highlight=False)
     console.print(f"Size on disk: {sizes[0]:.2f} MB before, {sizes[1]:.2f} MB after. {total} layers in {seconds:.0f} s.", highlight=False)
     console.print(f"Written in the {layout} layout: {folder}", highlight=False)
+
+
+def require_room(config: QuantizeConfig, model: "TransformerModel") -> None:
+    """Refuse rows that the model cannot read, and more of them than memory holds as the inputs of a block."""
+    import psutil
+
+    from shared.course.errors import CourseError
+
+    longest, free = model.config.max_position_embeddings, psutil.virtual_memory().available
+    if config.seq > longest:
+        raise CourseError(f"seq is {config.seq} and the model reads {longest} positions: give at most so many.")
+    if (need := 4 * config.rows * config.seq * model.config.hidden_size) > free:
+        raise CourseError(
+            f"{config.rows:,} rows of {config.seq:,} tokens are {need / 1e9:,.1f} GB as the inputs of a block, and {free / 1e9:,.1f} GB of "
+            "memory are free: give fewer rows."
+        )
 
 
 def rounding_of(config: QuantizeConfig) -> Any:

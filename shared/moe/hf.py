@@ -44,7 +44,7 @@ def read_experts(keys: Mapping[str, Key], raw: ConfigJson) -> dict[str, Any]:
     given = {name: value for name, value in raw.items() if value is not None and not (name in POSITIVE and value == 0)}
     if "num_local_experts" in given:
         given.setdefault(keys["num_experts"].name, given["num_local_experts"])
-    return read_keys(keys, given)
+    return read_keys(keys, given, MixtureConfig)
 
 
 def read_mixtral(raw: ConfigJson) -> ModelConfig:

@@ -3,6 +3,7 @@
 `course` finds the commands by this file's name (`shared.course.cli`). Torch is imported when one of them runs.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 
 from shared.course import terminal
 from shared.course.click_group import TRAINER, CourseCommand, examples
-from shared.course.errors import CourseError
+from shared.course.errors import CourseError, SettingError
 from shared.course.importing import all_stays
 from shared.trainer.export_command import export
 
@@ -192,7 +193,10 @@ def answer_settings(drawn: dict[str, Any]) -> Any:
     from shared.trainer.talk.chat import AnswerSettings
 
     own = {name: drawn.pop(name) for name in ("new_tokens", "seed", "stop")}
-    return configured(AnswerSettings, own | {"stop": list(own["stop"]), "drawing": drawn | {"top_k": drawn["top_k"] or None}})
+    try:
+        return configured(AnswerSettings, own | {"stop": list(own["stop"]), "drawing": drawn | {"top_k": drawn["top_k"] or None}})
+    except SettingError as error:  # of what click lets through, such as nan
+        raise SettingError(re.sub(r"^(?:drawing\.)?(\w+)", lambda name: f"--{name[1].replace('_', '-')}", str(error))) from None
 
 
 @click.command(

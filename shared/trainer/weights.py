@@ -193,7 +193,8 @@ def find_reward_model(path: Path, setting: str) -> InitialWeights:
 
 
 def is_reward_model(folder: Path) -> bool:
-    return any("ForSequenceClassification" in str(name) for name in read_json(folder / "config.json").get("architectures") or ())
+    named = read_json(folder / "config.json").get("architectures") or ()
+    return any("ForSequenceClassification" in str(name) for name in (named if isinstance(named, list) else (named,)))
 
 
 def of_pretrained(folder: Path) -> InitialWeights:
@@ -215,9 +216,9 @@ def frozen_files(folder: Path) -> FrozenFolder | None:
     if settings is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if method in KEYS:
+    if isinstance(method, str) and method in KEYS and isinstance(settings, dict):
         return PackedFolder(folder)
-    if method != "bitsandbytes" or not settings.get("load_in_4bit"):
+    if method != "bitsandbytes" or not isinstance(settings, dict) or not settings.get("load_in_4bit"):
         raise PretrainedError(
             f"{folder} is quantized ({method!r} in its quantization_config), and training starts from plain weights, bitsandbytes' 4 bits, "
             "or GPTQ's or AWQ's files: give the model that it was made from, and adapter.base nf4 for a small base."

@@ -9,7 +9,8 @@ head by head. Mixtral stores each expert by itself, where ours may be stacked.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -33,18 +34,29 @@ class Key(NamedTuple):
     default: Any = REQUIRED
 
 
-def read_keys(keys: Mapping[str, Key], raw: ConfigJson) -> dict[str, Any]:
-    """The fields of a `ModelConfig` that a `config.json` gives.
+def read_keys(keys: Mapping[str, Key], raw: ConfigJson, owner: type = ModelConfig) -> dict[str, Any]:
+    """The fields of a configuration that a `config.json` gives.
 
     Args:
         keys: by the field.
+        owner: whose fields these are.
 
     Raises:
         KeyError: a required key is missing.
-        ValueError: the activation is not one of this model's.
+        ValueError: the activation is not one of this model's, or a number is none.
     """
     fields = {field: raw[name] if default is REQUIRED else raw.get(name, default) for field, (name, default) in keys.items()}
+    for field, hint in get_type_hints(owner).items():
+        kinds = {*(get_args(hint) or (hint,))} - {NoneType}
+        if field in fields and fields[field] is not None and kinds in ({int}, {float}):
+            require_number(*kinds, keys[field].name, fields[field])
     return fields | ({"hidden_act": activation(fields["hidden_act"])} if "hidden_act" in fields else {})
+
+
+def require_number(kind: type, name: str, value: Any) -> None:
+    """Refuse what is no whole number, for the kind `int`, or no number, for `float`; true is neither."""
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise ValueError(f"{name} is {value!r}: give a {'whole ' if kind is int else ''}number.")
 
 
 def write_keys(keys: Mapping[str, Key], config: ModelConfig, tanh: str = "gelu_new") -> ConfigJson:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from shared.model.config import ModelConfig, RopeScaling
-from shared.model.hf.format import ConfigJson, FileTensor, Format, Key, as_named, read_keys, same, weight_and_bias, write_keys
+from shared.model.hf.format import ConfigJson, FileTensor, Format, Key, as_named, read_keys, require_number, same, weight_and_bias
+from shared.model.hf.format import write_keys
 
 KEYS = as_named("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size") | {
     "num_key_value_heads": Key("num_key_value_heads", None),
@@ -44,6 +45,9 @@ def read_rope(raw: ConfigJson, longest: int, theta: float = 10000.0) -> dict[str
         ValueError: a kind or an option that is not understood, or two places that do not say the same.
     """
     newer, older = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    for name, given in (("rope_parameters", newer), ("rope_scaling", older)):
+        if not isinstance(given, dict):
+            raise ValueError(f"{name} is {given!r}: give an object, such as {{\"rope_type\": \"default\", \"rope_theta\": 10000.0}}.")
     said = older or newer
     if any(isinstance(value, dict) for value in said.values()):
         raise ValueError("rope_parameters for each kind of layer are not understood here: one RoPE holds for all layers.")
@@ -52,7 +56,9 @@ def read_rope(raw: ConfigJson, longest: int, theta: float = 10000.0) -> dict[str
             f"rope_scaling stands beside rope_parameters, which it replaces, and its rope_theta {newer['rope_theta']:g} with it: "
             f"transformers would take {theta:g}. Put the scaling's keys into rope_parameters, or give rope_theta beside rope_scaling."
         )
-    theta = float(said.get("rope_theta") or raw.get("rope_theta") or theta)
+    theta = said.get("rope_theta") or raw.get("rope_theta") or theta
+    require_number(float, "rope_theta", theta)
+    theta = float(theta)
     kind = said.get("rope_type") or said.get("type") or "default"
     if kind == "default":
         return {"rope_theta": theta}

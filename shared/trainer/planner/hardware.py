@@ -64,6 +64,7 @@ DEVICES = {
     "H200": Device("NVIDIA H200", 141e9, 4800e9, Link(NVLINK, 450e9), 400e9, 0.393),
 }
 CPU = "cpu"
+MOST_CARDS = 1_000_000  # of hardware that is planned for: a search goes through all ways to divide them
 CPU_EFFICIENCY = 0.5
 CPU_LINK = Link(1e-4, 2e9)  # an assumption for gloo between processes of a machine
 
@@ -144,7 +145,7 @@ def parse_hardware(word: str) -> Hardware:
     """
     if word.lower() == CPU:
         return Hardware(CPU, this_cpu())
-    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([^x].*)", word)
+    match = re.fullmatch(r"(?:(\d{1,12})x)?(?:(\d{1,12})x)?([^x].*)", word)
     *counts, name = match.groups() if match else (None, None, word)
     known = {each.lower(): each for each in DEVICES}
     if name.lower() not in known or "0" in counts:
@@ -154,6 +155,8 @@ def parse_hardware(word: str) -> Hardware:
         )
     numbers = [int(each) for each in counts if each is not None]
     machines, cards = ([1, 1, *numbers])[-2:]
+    if machines * cards > MOST_CARDS:
+        raise SettingError(f"The hardware {word} has {machines * cards:,} cards: give at most {MOST_CARDS:,}.")
     return Hardware(word, DEVICES[known[name.lower()]], machines, cards)
 
 
