@@ -26,7 +26,7 @@ from shared.course.errors import CourseError
 from shared.course.extensions import bound, is_import_path
 from shared.rl.text_verifiers import MATH, TEXT_VERIFIERS, math_reward
 
-START = 120.0  # seconds; a busy machine takes a while to import
+START = 300.0  # seconds; a busy machine takes a while to import torch
 Call = tuple[str, str, str, str]  # the name of a reward, prompt, answer, expected answer
 Result = float | str | None  # a number, why it failed, or None
 Function = Callable[[str, str, str], Any]  # prompt, answer, expected answer -> a number, or None where it is for other tasks

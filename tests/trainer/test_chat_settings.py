@@ -95,7 +95,7 @@ def test_sample_prints_answers_alone_from_words_or_standard_input(model):
         (("a", "--temperature", "nan"), "temperature is nan"),
         (("a", "--temperature", "inf"), "temperature"),
         (("a", "--min-p", "0"), "min-p"),
-        (("a", "--top-p", "nan"), "top_p is nan"),
+        (("a", "--top-p", "nan"), "--top-p is nan"),
         (("a", "--seed", str(2**64)), "seed"),
         (("word " * 400,), "write another one"),
     ],
