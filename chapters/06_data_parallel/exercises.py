@@ -3,7 +3,8 @@
     course check 06          checks what you wrote
     course hint 06.ring_all_reduce    the first of three hints
 
-Nothing else in the course is edited: the core takes your functions from this file with `--impl mine`.
+Nothing else in the course is edited: the core takes your functions from this file with `--impl mine`. They are plain functions, without
+decorators.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,8 @@
     course check 12          checks what you wrote
     course hint 12.cached_attention    the first of three hints
 
-Nothing else in the course is edited: the core takes your functions from this file with `--impl mine`.
+Nothing else in the course is edited: the core takes your functions from this file with `--impl mine`. They are plain functions, without
+decorators.
 """
 
 from fractions import Fraction

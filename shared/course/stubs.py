@@ -18,7 +18,8 @@ HEADER = '''"""Your part of chapter {number}. Write each body in place of its `r
     course check {number}          checks what you wrote
     course hint {first}    the first of three hints
 
-Nothing else in the course is edited: the core takes your functions from this file with `--impl mine`.
+Nothing else in the course is edited: the core takes your functions from this file with `--impl mine`. They are plain functions, without
+decorators.
 """
 '''
 

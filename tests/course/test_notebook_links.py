@@ -77,3 +77,14 @@ def test_percentages_that_nothing_shows_are_found(tmp_path):
     (tmp_path / "PAGE.md").write_text("| 12 % | 48 % |\n")
     text = "It was 61% before and 86 % after; `99%`, $5\\%$. Others end at 48 % ([page](PAGE.md)). That is exactly 25 %. Then 12.5 %."
     assert unprinted(text, {"61"}, tmp_path) == ["86", "12.5"]
+
+
+def test_the_page_of_several_orders_has_the_figures_that_notebook_12_prints():
+    """`tests/tables/notebook_seeds.py` runs the notebook's cells with orders of which the first is the notebook's own."""
+    outputs = [cell.outputs for cell in nbformat.read(catalogue.chapters()["12"].notebook, as_version=4).cells if cell.cell_type == "code"]
+    text = "".join(output.get("text", "") for each in outputs for output in each)
+    printed = re.findall(r"^(right answers|format|a coin) +(?:12|24) +(\d+)% +(\d+)% +(\d+)%$", text, re.M)
+    page = (CHECKOUT / "chapters" / "12_grpo" / "PRACTICE.md").read_text(encoding="utf-8")
+    rows = {name: cells for name, *cells in re.findall(r"^\| ([\w ]+) \| 5 \| ([^|]+) \| ([^|]+) \|$", page, re.M)}
+    assert len(printed) == 6
+    assert rows == {name: [", ".join(f"{share} %" for share in shares) for same, *shares in printed if same == name] for name, *_ in printed}
