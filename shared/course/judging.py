@@ -85,7 +85,8 @@ class Judge:
                 outcome.problem = describe(case, differences(self.expected(case), results, case.rtol, case.atol), error)
                 keep(outcome)
                 if explain:
-                    outcome.misconception = self.diagnose(case, answer, confirm) or self.not_refused(case, error) or self.narrow(case, answer)
+                    said = self.diagnose(case, answer, confirm) or self.not_refused(case, error)
+                    outcome.misconception = said or self.narrow(case, answer)
                 break
         outcome.seconds = time.perf_counter() - began
         return outcome

@@ -38,7 +38,7 @@ reach_kernels_by_files()
 sys.exit(pytest.main(sys.argv[1:]))
 """
 
-# Tags of cells: the figure that the first cell shows as what the reader will have made; imports and drawings, which JupyterLab shows collapsed.
+# Tags of cells: the figure that the first cell shows as what the reader will have made; imports and drawings, which are shown collapsed.
 OPENING_FIGURE = "opening-figure"
 IMPORTS, DRAWING = "imports", "drawing"
 PICTURES = CHECKOUT / "chapters" / "pictures"  # those of some chapters, for the README

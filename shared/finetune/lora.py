@@ -19,10 +19,10 @@ from shared.parallel.tensor.layers import VocabularyEmbedding, with_random_numbe
 def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora_A: Tensor, lora_B: Tensor, scaling: float, dropout: float) -> Tensor:
     """Apply a linear layer with a low-rank addition (Hu et al. 2021, equation 3).
 
-        The layer computes as ever; the two factors add `scaling` times what their product, an update of W, would make of x.
-    Their two narrow products come one after the other: neither the update nor any other matrix [out, in] is made, in the forward pass
-    or in the backward pass. Dropout acts on the input of the addition alone, and draws what `torch.nn.functional.dropout` draws in one call
-    on x, so that a seed gives the same run as in peft. Where `dropout` is 0 nothing is dropped; the caller passes 0 outside of training.
+    The layer computes as ever; the two factors add `scaling` times what their product, an update of W, would make of x. Their two narrow
+    products come one after the other: neither the update nor any other matrix [out, in] is made, in the forward pass or in the backward
+    pass. Dropout acts on the input of the addition alone, and draws what `torch.nn.functional.dropout` draws in one call on x, so that a
+    seed gives the same run as in peft. Where `dropout` is 0 nothing is dropped; the caller passes 0 outside of training.
 
     All tensors have one dtype, or autocast gives the products one. x is left unchanged.
 
@@ -48,7 +48,7 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora_A: Tensor, 
 def merge_lora(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
     """Merge a low-rank addition into a weight, so that one product does what three did.
 
-        A linear layer with the merged weight computes what `lora_linear` computes without dropout.
+    A linear layer with the merged weight computes what `lora_linear` computes without dropout.
 
     Args:
         weight: [..., out, in], of any float dtype; left unchanged. Leading dimensions stack matrices, such as experts'.

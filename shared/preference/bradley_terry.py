@@ -12,8 +12,9 @@ from shared.course.binding import exercise
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, centering: float = 0.0) -> Tensor:
     """The loss of each pair of rewards under the Bradley-Terry model, with an optional margin and centering.
 
-        The loss is how surprising the choices are: the negative logarithm of the probability that the model gives to each, in nats. A margin asks for a larger difference where people were surer (Touvron et al. 2023, equation 2). Only differences decide the first term,
-    so all rewards may drift together; centering adds so many times the square of their sum (Eisenstein et al. 2023, section 2).
+    The loss is how surprising the choices are: the negative logarithm of the probability that the model gives to each, in nats. A margin
+    asks for a larger difference where people were surer (Touvron et al. 2023, equation 2). Only differences decide the first term, so all
+    rewards may drift together; centering adds so many times the square of their sum (Eisenstein et al. 2023, section 2).
 
     Args:
         chosen, rejected: [pairs], the rewards of the two answers, both of one float dtype. Left unchanged.

@@ -18,10 +18,11 @@ Scale = Literal["group", "batch", "none"]
 def group_advantages(rewards: Tensor, group: int, scale: str = "group") -> Tensor:
     """Group-relative advantages: each answer's reward less the mean of its group, in units of a deviation (Shao et al. 2024, 4.1.2).
 
-        An advantage says by how many deviations a reward lies above the mean of its group; 1e-4 is added to each deviation. The deviation is the unbiased one, over n - 1: with `scale` "group" that of the group's rewards, with "batch" that of all rewards (Liu
-    et al. 2025 say why), and with "none" there is no division at all, not even by 1 + 1e-4. Where all answers of a group have the same
-    reward, whatever it is, nothing is learned from them: their advantages are exactly 0. That holds for a group of one answer as well, and
-    for rewards such as 0.1, whose sum is rounded.
+    An advantage says by how many deviations a reward lies above the mean of its group; 1e-4 is added to each deviation. The deviation is
+    the unbiased one, over n - 1: with `scale` "group" that of the group's rewards, with "batch" that of all rewards (Liu et al. 2025 say
+    why), and with "none" there is no division at all, not even by 1 + 1e-4. Where all answers of a group have the same reward, whatever it
+    is, nothing is learned from them: their advantages are exactly 0. That holds for a group of one answer as well, and for rewards such as
+    0.1, whose sum is rounded.
 
     Args:
         rewards: [answers] finite, any floating dtype; the answers to one prompt are neighbours. Left unchanged.

@@ -71,7 +71,7 @@ def test_one_mistake_may_be_written_in_several_ways():
 
 
 def test_float64_results_with_the_digits_of_float32_are_named_where_float32_ones_are_right():
-    """The commonest slip of people who write `.float()`. A difference in the fourth digit is another mistake, one in the twelfth rounding."""
+    """The commonest slip of people who write `.float()`. A difference in the fourth digit is another mistake."""
 
     def third_of(dtype: torch.dtype) -> Case:
         return constant_case(given=lambda: {"x": torch.ones(2, dtype=dtype)}, expected=lambda x: {"y": x / 3}, rtol=1e-10)

@@ -87,4 +87,5 @@ def test_the_page_of_several_orders_has_the_figures_that_notebook_12_prints():
     page = (CHECKOUT / "chapters" / "12_grpo" / "PRACTICE.md").read_text(encoding="utf-8")
     rows = {name: cells for name, *cells in re.findall(r"^\| ([\w ]+) \| 5 \| ([^|]+) \| ([^|]+) \|$", page, re.M)}
     assert len(printed) == 6
-    assert rows == {name: [", ".join(f"{share} %" for share in shares) for same, *shares in printed if same == name] for name, *_ in printed}
+    written = [(name, ", ".join(f"{share} %" for share in shares)) for name, *shares in printed]
+    assert rows == {name: [cell for same, cell in written if same == name] for name, _ in written}

@@ -10,7 +10,7 @@ import io
 import random
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,8 +30,8 @@ Row = tuple[str, ...]
 
 @cache
 def cells(number: str, until: str) -> SimpleNamespace:
-    """What the cells of a chapter's notebook define. Of the cell that defines the function `until` and of later ones, functions alone: their
-    runs are made by the tables."""
+    """What the cells of a chapter's notebook define. Of the cell that defines the function `until` and of later ones, functions alone:
+    their runs are made by the tables."""
     names, reached = {"__name__": "notebook"}, False
     path = catalogue.chapters()[number].notebook
     for cell in nbformat.read(path, as_version=4).cells:
@@ -93,7 +93,8 @@ def masked() -> Iterator[Row]:
 def adapted() -> Iterator[Row]:
     """Learning rate and rank: 40 steps on answers alone."""
     notebook = cells("10", until="trained_numbers")
-    kinds = {"full": None} | {f"LoRA, rank {rank}, alpha {alpha}": {"rank": rank, "alpha": alpha} for rank, alpha in ((4, 8), (16, 8), (16, 32))}
+    sizes = ((4, 8), (16, 8), (16, 32))
+    kinds = {"full": None} | {f"LoRA, rank {rank}, alpha {alpha}": {"rank": rank, "alpha": alpha} for rank, alpha in sizes}
     for name, adapter in kinds.items():
         for rate in RATES:
             found = [tuned(notebook, "answers_alone", 40, rate, seed, adapter) for seed in SEEDS]
@@ -131,7 +132,8 @@ def prices() -> Iterator[Row]:
     for price in (0.0, 0.1, 0.3):
         runs = [notebook.trained_by_ppo(20, price, seed=seed)[1] for seed in (5, 6, 7)]
         last = [{key: sum(each[key] for each in run[-3:]) / 3 for key in run[0]} for run in runs]
-        yield str(price), *(spread([each[key] for each in last], digits) for key, digits in (("proxy", 1), ("gold", 1), ("kl", 0), ("tokens", 0)))
+        columns = {"proxy": 1, "gold": 1, "kl": 0, "tokens": 0}
+        yield str(price), *(spread([each[key] for each in last], digits) for key, digits in columns.items())
 
 
 def values() -> Iterator[Row]:
@@ -173,9 +175,7 @@ def rewarded() -> Iterator[Row]:
     for name in ("right answers", "format", "a coin"):
         for order in ORDERS:
             coin = torch.Generator().manual_seed(order - 2)
-            rewards = {
-                "right answers": notebook.rewards_of, "format": notebook.formatted, "a coin": lambda *given: notebook.coin(*given, stream=coin)
-            }  # fmt: skip
+            rewards = {"right answers": notebook.rewards_of, "format": notebook.formatted, "a coin": partial(notebook.coin, stream=coin)}
             policies, _ = notebook.trained(rewards[name], order)
             yield name, str(order), *map(looked_at, policies.values())
 

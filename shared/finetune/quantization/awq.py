@@ -24,9 +24,9 @@ UNCLIPPED = ("attention.q_proj", "attention.k_proj")  # an error in a score is m
 def awq_scales(means: Tensor, loss_of: Callable[[Tensor], float], ratios: Sequence[float]) -> Tensor:
     """Search the scales of a layer's input channels (Lin et al. 2023, equation 5).
 
-        The scales of a ratio are that power of the means; none is below 1e-4. Then one number divides them all, so that the largest is as
-    far above 1 as the smallest is below it: their product is 1. Each ratio is tried once, in order, and the scales with the smallest loss are taken; of several
-    with the same loss, the first. A loss that is NaN or infinite is never the smallest.
+    The scales of a ratio are that power of the means; none is below 1e-4. Then one number divides them all, so that the largest is as far
+    above 1 as the smallest is below it: their product is 1. Each ratio is tried once, in order, and the scales with the smallest loss are
+    taken; of several with the same loss, the first. A loss that is NaN or infinite is never the smallest.
 
     Args:
         means: [channels] float, the mean absolute activation of each channel over the calibration tokens; 0 for a channel that is never on.

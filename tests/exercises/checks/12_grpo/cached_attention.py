@@ -86,11 +86,11 @@ def unchanged(function, **given):
         raised = "nothing"
     except ValueError:
         raised = "ValueError"
-    return {"refused with": raised} | {name: torch.equal(given[name], was) for name, was in zip(CACHES, before, strict=True)}
+    return {"refused with": raised} | {f"{name} as it was": torch.equal(given[name], was) for name, was in zip(CACHES, before, strict=True)}
 
 
 def as_they_were(**_):
-    return {"refused with": "ValueError", "cached_keys": True, "cached_values": True}
+    return {"refused with": "ValueError", "cached_keys as it was": True, "cached_values as it was": True}
 
 
 def views(**given):
