@@ -37,7 +37,6 @@ class StudyConfig:
         seq: tokens of a window.
         rows: calibration windows.
         awq_rows: of AWQ, which runs each block some twenty times.
-        more_rows: calibration windows of the variant that shows what more text does.
         held_out_rows: windows of each kind that are measured.
         output: folder of results and table.
     """
@@ -48,13 +47,12 @@ class StudyConfig:
     seq: int = 256
     rows: int = 16
     awq_rows: int = 2
-    more_rows: int = 64
     held_out_rows: int = 4
     output: Path = Path("runs/10_pretrained_quantization")
 
 
 def variants(config: StudyConfig) -> list[tuple[dict[str, dict[str, Any]], int]]:
-    """Name -> settings, and how many seeds: in this order, so that an early stop leaves a little of everything."""
+    """Name -> settings, and how many seeds."""
     common = {"model": str(config.model), "seq": config.seq, "held_out_rows": config.held_out_rows}
 
     def variant(method: str, group: int = 64, on: str | None = None, rows: int | None = config.rows, **more: Any) -> dict[str, Any]:
@@ -62,17 +60,9 @@ def variants(config: StudyConfig) -> list[tuple[dict[str, dict[str, Any]], int]]
 
     rounded = {f"rounding, by {group}": variant("nearest", group, rows=None) for group in (64, 32)}
     drawn = {f"GPTQ, by 64, {kind}": variant("gptq", on=kind) for kind in KINDS[:2]}
-    others = {
-        "GPTQ with act order, by 64, code": variant("gptq", on="code", act_order=True),
-        "AWQ, by 64, code": variant("awq", on="code", rows=config.awq_rows),
-    }
-    more = {
-        "AWQ, by 64, prose": variant("awq", on="prose", rows=config.awq_rows),
-        "GPTQ, by 64, chats": variant("gptq", on="chats"),
-        "GPTQ, by 32, code": variant("gptq", 32, on="code"),
-        f"GPTQ, by 64, code, {config.more_rows} windows": variant("gptq", on="code", rows=config.more_rows),
-    }
-    return [(rounded, 1), (drawn, config.seeds), (others, 1), (more, 1)]
+    drawn |= {"AWQ, by 64, code": variant("awq", on="code", rows=config.awq_rows)}
+    ordered = {"GPTQ with act order, by 64, code": variant("gptq", on="code", act_order=True)}
+    return [(rounded, 1), (drawn, config.seeds), (ordered, 1)]
 
 
 def run(config: StudyConfig) -> None:
@@ -86,7 +76,7 @@ def run(config: StudyConfig) -> None:
     from shared.finetune.gguf.unpack import unpacked
     from shared.output_files import require_writable, write_atomically
 
-    for name in ("seeds", "seq", "rows", "awq_rows", "more_rows", "held_out_rows"):
+    for name in ("seeds", "seq", "rows", "awq_rows", "held_out_rows"):
         if getattr(config, name) < 1:
             raise CourseError(f"{name} is {getattr(config, name)}: give at least 1.")
     require_writable(config.output)

@@ -60,7 +60,7 @@ def test_bits_per_byte_are_those_of_plain_cross_entropy(folder):
 
 def test_quantization_is_compared_with_the_model_as_it_was(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(quantization, "texts", lambda kind, side: [TEXT, TEXT[::-1]] if kind == "code" else [TEXT])
-    config = quantization.StudyConfig(model=folder, seeds=2, seq=32, rows=4, awq_rows=2, more_rows=8, held_out_rows=2, output=tmp_path)
+    config = quantization.StudyConfig(model=folder, seeds=2, seq=32, rows=4, awq_rows=2, held_out_rows=2, output=tmp_path)
     measured = quantization.Measured(folder, config)
     eight_bits = measured.trial({"method": "nearest", "group": 64, "on": None, "rows": None, "symmetric": True}, 0)
     kept = measured.reference("code").clone()
@@ -68,7 +68,7 @@ def test_quantization_is_compared_with_the_model_as_it_was(folder, tmp_path, mon
     assert quantization.Measured(folder, config).log_probabilities(measured.model(), "code").equal(kept)
     quantization.run(config)
     table = (tmp_path / "table.md").read_text().splitlines()
-    assert [line.split(" | ")[0] for line in table[2:4]] == ["| rounding, by 64", "| rounding, by 32"] and "AWQ, by 64, prose" in table[-4]
+    assert [line.split(" | ")[0] for line in table[2:4]] == ["| rounding, by 64", "| rounding, by 32"] and "act order" in table[-1]
     assert " to " in next(line for line in table if "GPTQ, by 64, prose" in line)  # the range over the seeds
     assert "by 64" in capsys.readouterr().out
 
