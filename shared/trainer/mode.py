@@ -26,7 +26,7 @@ from shared.totals import Objective, Totals
 from shared.trainer.config import TrainerConfig
 from shared.trainer.costs import Costs, Stopwatch, Traffic
 from shared.trainer.records.changes import Changes
-from shared.trainer.weights import InitialWeights
+from shared.trainer.weights import InitialWeights, require_unchanged
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -160,6 +160,15 @@ class Run:
     @property
     def text(self) -> Any:
         return self.mode.text
+
+    def start_again(self) -> InitialWeights:
+        """The weights that it started from, for another look at them.
+
+        Raises:
+            SettingError: they are gone, or others are there now.
+        """
+        require_unchanged([self.start, *self.mode.more_weights()], self.config.data.prepared, self.config.engine.output)
+        return self.start
 
 
 Prepared = TypeVar("Prepared")  # has `folder`, the stores `training` and `held_out`, and a `tokenizer`

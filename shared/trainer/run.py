@@ -52,7 +52,8 @@ from shared.trainer.records.history import History, note_end
 from shared.trainer.reports.figures import Results
 from shared.trainer.results import evaluate_and_report
 from shared.trainer.sections import ROLLING
-from shared.trainer.weights import InitialWeights, find_initial_weights, fingerprint_of
+from shared.trainer.weights import InitialWeights, find_initial_weights, fingerprint_of, require_unchanged
+from shared.trainer.weights import weights_named
 
 
 def train_model(config: TrainerConfig, console: Console, world: Communicator | None = None, began: float | None = None) -> Results | None:
@@ -120,7 +121,10 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
 
     own = mesh.pp.rank * mesh.loss.size + mesh.loss.rank  # ranks with other rows, positions or layers draw other dropout
     torch.manual_seed(config.seed + own)
-    strategy = parallel_model(config, mesh, device, start, mode.shaped)
+    with weights_named():
+        strategy = parallel_model(config, mesh, device, start, mode.shaped)
+    read = [start, *mode.more_weights()] if start and leads else []
+    agreed(mesh.world, lambda: require_unchanged(read, config.data.prepared, config.engine.output) if read else None)
     scaler, runner = LossScaler() if config.precision == "float16" else None, strategy.runner(accumulate_gradients)
     costs, traffic = Costs(watch), Traffic(mesh.world.trace)
     watching = [KeepChanges(config, changes, leads), costs, traffic, *([History(config, mesh.world)] if config.elastic else [])]

@@ -13,8 +13,8 @@ Weights are read where they are needed: on the meta device each parameter knows 
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shared.course.errors import CourseError, SettingError
 from shared.course.typed import configured
+from shared.data.prepare import DIGESTS
 from shared.data.sources import Digests
 from shared.data.tokenizer import TextTokenizer
 from shared.engine.checkpoint.folder import FOLDER, MANIFEST, STATE, Checkpoints, require_intact
@@ -122,7 +123,9 @@ class InitialWeights:
     def fingerprint(self, digests: Digests) -> str:
         """A hash of the content of all files that decide the weights."""
         files = [self.folder / MANIFEST] if self.is_checkpoint else [*self.folder.glob("config.json"), *self.folder.glob("*.safetensors")]
-        found = {path.name: digests.of(path) for path in sorted(files)}
+        found = {path.name: digests.of(path) for path in sorted(files) if path.is_file()}
+        if not found:
+            raise SettingError(f"{self.folder} is gone, which this run starts from: put it back, and give the same command again.")
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
@@ -130,6 +133,29 @@ def fingerprint_of(weights: Sequence[InitialWeights], digests: Digests) -> str:
     """A hash of all weights that a run begins with or learns from."""
     first, *more = [each.fingerprint(digests) for each in weights]
     return hashlib.sha256(json.dumps([first, *more]).encode()).hexdigest() if more else first
+
+
+def require_unchanged(weights: Sequence[InitialWeights], prepared: Path, output: Path) -> None:
+    """Refuse weights that somebody has removed or replaced since the record in the run's folder was made, which says what they were.
+
+    Args:
+        prepared: the folder with the files' digests.
+    """
+    if fingerprint_of(weights, Digests(prepared / DIGESTS)) != provenance.saved_start(output):
+        folders = " or ".join(str(each.folder) for each in weights)
+        raise SettingError(
+            f"{folders} has changed since this run began to read it: put back what was there and give the same command again, or give "
+            "another engine.output."
+        )
+
+
+@contextmanager
+def weights_named() -> Iterator[None]:
+    """A context in which weights that cannot be read, or not any more, are an error message."""
+    try:
+        yield
+    except (PretrainedError, FileNotFoundError, SafetensorError) as error:
+        raise SettingError(f"start_from: {error}") from error
 
 
 def find_initial_weights(path: Path, setting: str = "start_from") -> InitialWeights:

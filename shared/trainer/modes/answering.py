@@ -113,7 +113,7 @@ class Answering(Mode):
 
     def first_model(self, run: Run) -> TransformerModel:
         """The model that the run started from."""
-        return self.start.load(run.config.model, run.engine.device)
+        return run.start_again().load(run.config.model, run.engine.device)
 
     def compared(self, run: Run, model: TransformerModel) -> list[Compared]:
         """The answers of the model that the run started from, and of the trained one."""
