@@ -87,6 +87,7 @@ AROUND = {  # folder or module of `shared/` -> what it is for; a module that no 
     "trainer/evaluation": "benchmarks, bits per byte, pass@k",
     "trainer/data_check": "a look at a data file before training",
     "trainer/export_command": "`course export`",
+    "trainer/card": "a model card for the hub, and the names of base models",
     "trainer/export": "a trained model and its adapter as files of other libraries",
     "trainer/launch": "local processes, elastic runs, dry runs",
     "trainer/pipeline": "pretraining, SFT and RL chained as stages",

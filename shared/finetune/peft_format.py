@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shared.finetune.adapters import DEFAULT, Adapter, LayerUpdate, adapters_of, add_updates, attach_adapter
 from shared.finetune.config import AdapterConfig
-from shared.finetune.peft_layers import ROOT, ExpertsPlace, Place, layers_in_files, packed, unpacked
+from shared.finetune.peft_layers import ROOT, ExpertsPlace, Place, layers_in_files, packed, places_of, short_names, unpacked
 from shared.finetune.soft_prompts import PREFIX, PROMPT, from_peft, to_peft
 from shared.model.config import ModelConfig
 from shared.model.hf.files import PretrainedError, read_json, write_json
@@ -83,6 +83,8 @@ def save_adapter(
             tensors |= {f"{ROOT}{place.stem(names)}{ending}": tensor for ending, tensor in made.items()}
             said[place.name] = update
         raw = lora_config(config, said, any(place.is_transposed for place in files))
+        if model.config.architecture == "decoder":  # whose layers of such names are all in its format, unlike an encoder's dense
+            raw["target_modules"] = short_names(said, places_of(model.config, model_type))
         if wrapped := [place.name for place in files if isinstance(place, ExpertsPlace)]:
             raw |= {"target_parameters": wrapped, "target_modules": sorted(set(said) - set(wrapped)) or None}
     else:

@@ -144,6 +144,21 @@ def layers_in_files(config: ModelConfig, modules: list[str], model_type: str | N
     return {place: [name for name in place.ours if name in modules] for place in places}
 
 
+def short_names(layers: Collection[str], places: Collection[Place]) -> list[str]:
+    """`target_modules`: the last parts of layers' names, such as q_proj, where peft finds exactly these layers by them; else whole names.
+
+    Args:
+        layers: that have an update.
+        places: every layer of the format. Experts are kept as layers by some versions of transformers and not by others, so beside them
+            names stay whole.
+    """
+    last = lambda name: name.rpartition(".")[2]  # noqa: E731
+    if any(isinstance(place, ExpertsPlace) for place in places):
+        return sorted(layers)
+    others = {last(place.name) for place in places if place.name not in layers}
+    return sorted({last(name) if last(name) not in others else name for name in layers})
+
+
 def packed(
     place: Place, modules: list[str], adapter: Adapter, name: str, weights: Weights
 ) -> tuple[dict[str, Tensor], LayerUpdate]:

@@ -3,15 +3,20 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from shared.course.errors import CourseError
 from shared.engine.debug.anomalies import put_weights
 from shared.finetune.base import merged_weights
 from shared.finetune.peft_format import save_adapter
 from shared.model.hf.files import keep_sampling
-from shared.model.hf.pretrained import save_pretrained
+from shared.model.hf.pretrained import Weights, save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
 from shared.output_files import writing
 from shared.trainer import provenance
+from shared.trainer.card import name_of, write_card
 from shared.trainer.mode import Run
 from shared.trainer.models import with_adapter
 
@@ -25,18 +30,41 @@ def export(run: Run) -> None:
     if config.adapter:
         folder, fingerprint = output / "adapter", provenance.saved_start(output) if strategy.rank == 0 else None
         with writing(folder):
-            save_adapter(strategy.module, folder, weights=weights, base=str(run.start.folder), fingerprint=fingerprint)
+            save_adapter(strategy.module, folder, weights=weights, base=name_of(run.start.folder), fingerprint=fingerprint)
             if strategy.rank == 0:
                 run.mode.save_beside(folder, longest)
+                write_card(folder, config, run.start.folder, "peft")
         if config.adapter.kind != "lora":
             return
         weights = merged_weights(strategy.module, weights)
     with writing(output / "model"):
-        save_pretrained(strategy.module, output / "model", token_ids=token_ids(run), weights=weights)
+        save_pretrained(strategy.module, output / "model", token_ids=token_ids(run), weights=in_dtype(weights, config.report.dtype))
         if strategy.rank == 0:
             if run.start is not None:
                 keep_sampling(run.start.folder, output / "model")
             run.mode.save_beside(output / "model", longest)
+            write_card(output / "model", config, run.start.folder if run.start else None, "transformers")
+
+
+def in_dtype(weights: Weights, name: str) -> Weights:
+    """The same weights, rounded to the dtype of this name one at a time, as they are collected.
+
+    Raises:
+        CourseError: one is too large for the dtype. Training is over by then, and its checkpoint holds it all.
+    """
+    dtype = getattr(torch, name)
+
+    def collect(parameter: str) -> Tensor | None:
+        whole = weights.collect(parameter)
+        if whole is None or not whole.is_floating_point():
+            return whole
+        rounded = whole.to(dtype)
+        if (rounded.isinf() & whole.isfinite()).any():
+            raise CourseError(f"report.dtype is {name}, and {parameter} has values that are too large for it: give bfloat16 or float32.")
+        return rounded
+
+    like = {key: torch.empty_like(t, dtype=dtype, device="meta") if t.is_floating_point() else t for key, t in weights.like.items()}
+    return Weights(like, collect, weights.writes)
 
 
 def token_ids(run: Run) -> dict[str, Any]:

@@ -25,6 +25,7 @@ def export(run: str, kind: str, output: Path | None) -> None:
     An adapter is in the weights of a run's model already. Tokenizer, chat template and end tokens go into the file too.
     """
     with all_stays():
+        from shared.finetune.gguf.modelfile import write_modelfile
         from shared.finetune.gguf.write import save_gguf
         from shared.model.hf.files import PretrainedError
         from shared.trainer.weights import find_initial_weights
@@ -41,3 +42,5 @@ def export(run: str, kind: str, output: Path | None) -> None:
     except PretrainedError as error:
         raise CourseError(str(error)) from None
     terminal.say(console, f"{output}: {output.stat().st_size / 1e6:,.0f} MB")
+    modelfile, said = write_modelfile(start.folder, output)
+    terminal.say(console, f"{modelfile}: for Ollama, {said}")

@@ -96,6 +96,7 @@ class ReportConfig:
         temperature: sampling temperature for the prompts; 0 for greedy decoding, which gaps are always filled with.
         top_k: sample from this many most likely tokens; null for all.
         export: also write the model in Hugging Face's format.
+        dtype: of its weights in the files.
         held_out_rows: rows of held-out text in the last evaluation; null for all.
     """
 
@@ -105,6 +106,7 @@ class ReportConfig:
     temperature: NonNegativeFloat = 0.7
     top_k: PositiveInt | None = 40
     export: bool = True
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     held_out_rows: PositiveInt | None = None
 
     def __post_init__(self):

@@ -3,6 +3,7 @@
 Weights are put out as float32, whatever the file holds: a file of 98 MB in four bits becomes a folder of 538 MB.
 """
 
+import hashlib
 import os
 import shutil
 import sys
@@ -29,18 +30,20 @@ def say(line: str) -> None:
 
 
 def unpacked(path: Path, tell: Callable[[str], None] = say) -> Path:
-    """The folder of a GGUF file, or of a name in PACKAGED; made if it is not there, or is another file's.
+    """The folder of a GGUF file, or of a name in PACKAGED; made if it is not there, or the file has changed. Of two files of one name, the
+    second gets a folder whose name has a hash of its path.
 
     Raises:
         PretrainedError: a file that is not understood here.
         SettingError: no such package or file.
     """
     file = located(path)
-    folder, status = FOLDER / file.stem, file.stat()
+    status = file.stat()
     source = {"file": str(file.resolve()), "bytes": status.st_size, "modified": status.st_mtime_ns}
-    if is_from(folder, source):
+    if is_from(folder := folder_for(file), source):
         return folder
     with FolderLock(FOLDER, wait=True):
+        folder = folder_for(file)  # another process may have taken the name since
         if not is_from(folder, source):
             for left in FOLDER.glob("*.partial"):  # of processes that were killed: the lock is this one's
                 shutil.rmtree(left, ignore_errors=True)
@@ -51,6 +54,14 @@ def unpacked(path: Path, tell: Callable[[str], None] = say) -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(made, folder)
     return folder
+
+
+def folder_for(file: Path) -> Path:
+    """Named after the file, unless that is the folder of another one that still exists."""
+    folder, path = FOLDER / file.stem, str(file.resolve())
+    other = read_json(folder / SOURCE)["file"] if (folder / SOURCE).is_file() else path
+    second = FOLDER / f"{file.stem}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    return second if other != path and (Path(other).exists() or second.exists()) else folder
 
 
 def is_from(folder: Path, source: dict) -> bool:

@@ -183,6 +183,7 @@ REPORT = Effects(ReportConfig, observe=judged, base={"new_tokens": 6, "completio
     "temperature": Differs(0.7, 3.0),
     "top_k": Differs(40, 1),
     "export": Differs(True, False, by=exported),
+    "dtype": Shown("trainer/test_exports.py::test_a_run_is_exported_in_the_dtype_that_is_asked_for"),
     "held_out_rows": Differs(None, 1),
 })  # fmt: skip
 
