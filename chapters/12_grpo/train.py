@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from shared.course.launch import INTERRUPTED, end_quietly_on_interrupt, help_asked, print_help, refuse, tell_torchrun
+from shared.course.launch import INTERRUPTED, end_quietly_on_interrupt, help_asked, let_segments_grow, print_help, refuse, tell_torchrun
 
 end_quietly_on_interrupt()  # until all is imported
 
@@ -25,6 +25,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(words: list[str]) -> None:
+    let_segments_grow()
     # Settings are typed by classes of the core, so whose exercises it runs with is read from the words before it is imported.
     from shared.trainer.settings import implementation_asked
 
@@ -38,7 +39,7 @@ def main(words: list[str]) -> None:
 
         if asked := help_asked(words):
             print_help(TrainerConfig, USAGE, asked)
-        from shared.parallel.processes.torchrun import from_torchrun
+        from shared.parallel.processes.torchrun import from_torchrun, leave_world
         from shared.trainer.costs import process_began
         from shared.trainer.launch.elastic import layout_for_those_there
         from shared.trainer.launch.start import with_start
@@ -51,6 +52,7 @@ def main(words: list[str]) -> None:
     parallel = config.parallel
     world, _ = from_torchrun(parallel.heartbeat_timeout, config.engine.device, parallel.collective_timeout, parallel.init_timeout)
     train_model(config, Console(markup=False, emoji=False), world, process_began())
+    leave_world(world, "has finished", whole=True)
 
 
 if __name__ == "__main__":

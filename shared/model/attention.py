@@ -85,6 +85,19 @@ def sdpa_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Attentio
     )
 
 
+def masked_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """The same under a tensor that masks: bool, or a bias. Where heads share keys on a GPU, only the slow path takes both: one query a row
+    is given as if its heads were tokens, and of several queries each head gets keys of its own."""
+    groups = queries.shape[1] // keys.shape[1]
+    if groups == 1 or not queries.is_cuda:
+        return F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale, enable_gqa=groups > 1)
+    if queries.shape[2] == 1 and mask.shape[1] == 1:
+        grouped = queries.reshape(len(queries), keys.shape[1], groups, -1)
+        return F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale).reshape(queries.shape)
+    keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(queries, keys, values, mask, scale=scale)
+
+
 class Attention(nn.Module):
     """Projections, RoPE, attention, output projection: [batch, seq, D] -> [batch, seq, D].
 

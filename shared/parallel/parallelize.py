@@ -11,11 +11,13 @@ Left out on purpose: the axes that chapters 07 to 09 add. They are passed in as 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from shared.course.errors import SettingError
+from shared.model.block import Block
 from shared.model.init import materialize
 from shared.optim.config import OptimizerConfig
 from shared.optim.routing import Route, route
@@ -24,7 +26,7 @@ from shared.parallel.config import ParallelConfig, require_built
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
 from shared.parallel.data.ddp import DataParallel
 from shared.parallel.data.engine import DataEngine, Parameters
-from shared.parallel.data.fsdp import FullySharded
+from shared.parallel.data.fsdp import FullySharded, compile_each
 from shared.parallel.data.zero import Zero, muon_matrices
 from shared.parallel.health.agreement import require_agreement
 from shared.parallel.health.replicas import fingerprints
@@ -99,6 +101,8 @@ def data_engines(
         return []
     if config.fully_sharded > 1:
         return [(torch_sharded if by_torch else FullySharded)(model, mesh, dtype, device, seed)]
+    if mesh.loss.size > 1:  # compiled as a whole, the model's gradients would all come at the end, and no bucket beside the backward pass
+        model.compile = partial(compile_each, [module for module in model.modules() if isinstance(module, Block)])
     groups: dict[Communicator, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         groups.setdefault(getattr(parameter, "shared_over", mesh.loss), {})[name] = parameter

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared.devices import sent
-from shared.model.attention import Attention
+from shared.model.attention import Attention, masked_attention
 from shared.model.context import KeyValueCache, to_compute_dtype
 from shared.model.masks import Padding
 from shared.model.transformer import TransformerModel
@@ -95,7 +95,8 @@ class DecodingCache(KeyValueCache):
     ) -> Tensor:
         """`attention.attend` of a decoder's layer: over this layer's part of the cache."""
         queries, new = to_compute_dtype(queries), to_compute_dtype(torch.cat([keys, values], dim=1))
-        if self.decoder.config.position in ("alibi", "relative"):
+        shared = queries.is_cuda and queries.shape[1] > keys.shape[1]  # a GPU's kernels take no mask beside shared heads
+        if shared or self.decoder.config.position in ("alibi", "relative"):
             return self.attend_biased(attention, queries, new)
         cached = self.view(attention, new, self.places)
         window = self.decoder.config.sliding_window if attention.layer_type == "sliding_attention" else None
@@ -115,7 +116,7 @@ class DecodingCache(KeyValueCache):
         cached[self.index] = new.transpose(1, 2)
         keys, values = cached[:, :, : bias.shape[-1]].chunk(2, dim=1)
         if queries.shape[2] > 1:
-            return F.scaled_dot_product_attention(queries, keys, values, bias, scale=attention.scale, enable_gqa=True)
+            return masked_attention(queries, keys, values, bias, attention.scale)
         groups = [each.reshape(len(each), min(each.shape[1], keys.shape[1]), -1, each.shape[3]) for each in (queries, bias)]
         return F.scaled_dot_product_attention(groups[0], keys, values, groups[1], scale=attention.scale).reshape(queries.shape)
 
@@ -128,7 +129,7 @@ class DecodingCache(KeyValueCache):
         cached = self.view(attention, new, self.read_places)
         cached[:, :, : new.shape[2]] = new
         allowed = torch.arange(self.read_places, device=queries.device) < self.read_lengths[self.part, None]
-        return F.scaled_dot_product_attention(queries, *cached.chunk(2, dim=1), allowed[:, None, None], scale=scale, enable_gqa=True)
+        return masked_attention(queries, *cached.chunk(2, dim=1), allowed[:, None, None], scale)
 
     def view(self, attention: Attention, new: Tensor, places: int) -> Tensor:
         """A layer's keys and values of the running pass's rows, made as large and of the dtype that its first ones say."""

@@ -26,7 +26,7 @@ LONG = ["data.seq=2048", "model.max_position_embeddings=2048", "data.batch_size=
 LONG += ["report.completions=0"]
 CASES = {  # words, ranks, and how often the host may wait for the card in a step that is neither logged nor saved
     "one": ([], 1, 1),
-    "dp2": (["parallel.data_parallel=2"], 2, 1),
+    "dp2": (["parallel.data_parallel=2", "optimizer.fused=true"], 2, 1),
     "fsdp2": (["parallel.fully_sharded=2"], 2, 1),
     "tp2": (["parallel.tensor_parallel=2"], 2, 1),
     "pp2": (["parallel.pipeline_parallel=2"], 2, 1),

@@ -43,6 +43,7 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # Ranks keep the group's order, where torch lets them (2.13); a mesh's groups are in ascending order.
+NCCL_LIMIT = timedelta(minutes=30)  # of an operation in the card; one that ranks wait for in turn, such as for text, goes over gloo
 KEEP_ORDER = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
 
@@ -130,7 +131,10 @@ class ProcessCommunicator(Communicator):
     def new_group(self, axis: str, members: Sequence[int]) -> dist.ProcessGroup:
         if not KEEP_ORDER and list(members) != sorted(members):
             raise ValueError(f"torch {torch.__version__} would sort the ranks {list(members)} of the group {axis!r}: use torch 2.13.")
-        return dist.new_group(list(members), self.process.timeout, group_desc=axis, **KEEP_ORDER)
+        group = dist.new_group(list(members), self.process.timeout, group_desc=axis, **KEEP_ORDER)
+        if self.process.device.type == "cuda" and self.members[self.rank] in members:
+            limit_operations(group, self.process.timeout)
+        return group
 
     def wrap(self, work: dist.Work, finish: Callable[[], None] = lambda: None, point_to_point: bool = False) -> Finish:
         """Complete torch's work: watch the heartbeat while it is waited for, and then call `finish`."""
@@ -188,14 +192,22 @@ def join_world(rank: int, ranks: int, init_method: str, device: torch.device, ti
             process = Process(device, Heartbeat(store, rank, ranks, trace, timeouts))
         except dist.DistError as error:
             raise CommunicationError(f"{late} {(str(error).splitlines() or [''])[0]}") from error
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend, own = ("gloo", {}) if device.type == "cpu" else ("cpu:gloo,cuda:nccl", {"device_id": device})
         try:
-            dist.init_process_group(backend, timeout=process.timeout, store=store, rank=rank, world_size=ranks)
+            dist.init_process_group(backend, timeout=process.timeout, store=store, rank=rank, world_size=ranks, **own)
         except RuntimeError as error:  # a rank may connect, work and end before the last one has connected
             raise RankStopped(f"rank {rank} of {ranks} could not connect to the others: {error}") from error
+    if device.type == "cuda":
+        limit_operations(dist.group.WORLD, process.timeout)
     atexit.register(gloo_routes.end_threads)  # called after the heartbeat's own, which is registered later
     process.heartbeat.start()
     return ProcessCommunicator(process, dist.group.WORLD, range(ranks), "world", trace)
+
+
+def limit_operations(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Give NCCL a limit of its own, of minutes where gloo's may be a day: on a GPU `wait` orders streams only, so the heartbeat does not see
+    a rank wait, and an operation that hangs in a card is noticed by this limit alone."""
+    group._get_backend(torch.device("cuda"))._set_default_timeout(min(timeout, NCCL_LIMIT))
 
 
 @contextmanager
@@ -210,10 +222,13 @@ def broken_connections_named(world: Communicator) -> Iterator[None]:
         raise world.process.heartbeat.connection_error(error) from error
 
 
-def leave_world(world: Communicator, ended: str) -> None:
-    """Publish to the other ranks that this one has ended. ended: how, as in "has finished"."""
+def leave_world(world: Communicator, ended: str, whole: bool = False) -> None:
+    """Publish to the other ranks that this one has ended. ended: how, as in "has finished". whole: all ranks end like this one, so that the
+    process group of GPUs can be destroyed, which frees NCCL's communicators in order."""
     if isinstance(world, ProcessCommunicator):
         world.process.heartbeat.close(ended)
+        if whole and world.process.device.type == "cuda":
+            dist.destroy_process_group()
 
 
 def whole_number(variable: str, default: str | None = None) -> int:
