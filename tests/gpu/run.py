@@ -23,6 +23,7 @@ import gpu_packages  # noqa: E402
 if __name__ == "__main__":
     gpu_packages.require()  # before anything that imports them
 
+import gpu_day  # noqa: E402
 import gpu_runner  # noqa: E402
 from gpu_table import README, table, write_into  # noqa: E402
 from slices import SLICES, sentence_of  # noqa: E402
@@ -47,8 +48,9 @@ def main(words: list[str] | None = None) -> int:
         show_list(runner)
         return 0
     chosen = [name for name in SLICES if name in (asked.slices or SLICES)]
+    print(gpu_day.opening(chosen, sentence_of, runner.limit / 60, gpu_day.nvidia_smi), flush=True)
     ended = [runner.result(name, asked.again) for name in chosen]
-    written = table(runner.records(), sentence_of)
+    written = gpu_day.about(gpu_day.nvidia_smi) + "\n" + table(runner.records(), sentence_of)
     (asked.output / "table.md").write_text(written, encoding="utf-8")
     if asked.write:
         write_into(README, written)

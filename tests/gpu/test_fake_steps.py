@@ -22,7 +22,9 @@ OF_ALL |= {"_lora": (1, 2, 4, 8), "_qlora": (1, 2, 4, 8)}
 
 def steps(folder: Path, *cases: tuple[str, int, list[str]]) -> list[dict]:
     """What steps of cases (file, rows of a micro-batch, words) take, and what is foreseen."""
-    told = [{"file": str(FOLDER / f"two_3090s{name}.yaml"), "words": [f"data.micro_batch_size={rows}", *words]} for name, rows, words in cases]
+    told = [
+        {"file": str(FOLDER / f"two_3090s{name}.yaml"), "words": [f"data.micro_batch_size={rows}", *words]} for name, rows, words in cases
+    ]
     (folder / "cases.json").write_text(json.dumps(told), encoding="utf-8")
     command = [sys.executable, str(SCRIPT), str(folder / "result.json"), str(folder / "cases.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3000)

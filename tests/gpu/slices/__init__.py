@@ -6,7 +6,9 @@ A module's first sentence says what it shows. `ENVIRONMENT`, where it has one, i
 import ast
 from pathlib import Path
 
-SLICES = ("step", "attention", "compile", "nccl", "checkpoints", "offload", "loading", "memory", "speed", "muon", "trainer", "tensor")
+SLICES = (  # in the order of what users need
+    "trainer", "memory", "speed", "nccl", "step", "attention", "compile", "checkpoints", "loading", "offload", "muon", "tensor",
+)  # fmt: skip
 FOLDER = Path(__file__).parent
 
 

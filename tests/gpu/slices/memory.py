@@ -2,7 +2,7 @@
 
 The rows are variants of chapters/12_grpo/two_3090s.yaml: a rank's micro-batch of the 124-million model in packed rows. Two micro-batches
 make a step, since gradients are complete while the second one's activations are still there. An allocator has rounding and blocks that it
-keeps; the formula leaves out short-lived buffers.
+keeps; the formula leaves out short-lived buffers but those of the loss.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from shared.model.config import ModelConfig
 from shared.optim.config import OptimizerConfig
 from shared.parallel.config import ParallelConfig
 from shared.parallel.data.activation_checkpointing import apply_activation_checkpointing
+from shared.parallel.planning.activations import WIDTH, loss_buffers
 from shared.parallel.planning.memory import StepSizes, estimate_memory
 
 CARD = 23.5  # GiB that a card of 24 GB reports to a program, at least
@@ -66,7 +67,9 @@ def measured(machine: Machine, name: str, variant: Variant, seq: int, limited: b
     optimizer = OptimizerConfig(variant.optimizer, lr=1e-3)
     layout = replace(ParallelConfig(), activation_checkpointing=variant.recompute)
     estimate = estimate_memory(variant.model, layout, optimizer, StepSizes(variant.rows, seq, 2, variant.precision), packed=True)
-    figures = {"estimate GiB": estimate.total / GIB, "allocated": None, "reserved": None, "estimate, of allocated": None}
+    buffers = loss_buffers(variant.model, layout, variant.rows * seq, WIDTH[variant.precision])
+    foreseen = (estimate.total + buffers) / GIB
+    figures = {"estimate GiB": foreseen, "allocated": None, "reserved": None, "estimate, of allocated": None}
     note = f"in {CARD:g} GiB, within {FORMULA:.0%} of the estimate"
     if machine.is_gpu and not limited:
         note = f"this card is smaller than {CARD:g} GiB"
@@ -77,7 +80,7 @@ def measured(machine: Machine, name: str, variant: Variant, seq: int, limited: b
         return Row(name, figures, None if not variant.must_fit else False, f"does not fit in {CARD:g} GiB: {says}")
     if allocated is None:
         return Row(name, figures, None, note)
-    figures |= {"allocated": allocated, "reserved": reserved, "estimate, of allocated": estimate.total / GIB / allocated}
+    figures |= {"allocated": allocated, "reserved": reserved, "estimate, of allocated": foreseen / allocated}
     close = variant.compiled or abs(figures["estimate, of allocated"] - 1) <= FORMULA
     return Row(name, figures, limited and close if variant.must_fit else None, note)
 
