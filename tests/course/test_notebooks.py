@@ -133,6 +133,21 @@ def test_a_long_list_of_imports_is_collapsed(chapter):
 
 
 @by_chapter
+def test_code_fits_its_cell(chapter):
+    """JupyterLab cuts a longer line off at the right, in a window of a thousand pixels."""
+    assert [line for cell in code_cells(chapter) for line in cell.source.splitlines() if len(line) > 110] == []
+
+
+@by_chapter
+def test_a_long_drawing_is_collapsed(chapter):
+    drawing = re.compile(r"axes|figure|plt\.|Rectangle|FancyArrow")
+    for cell in code_cells(chapter):
+        lines = [line for line in cell.source.splitlines() if line.strip()]
+        if refresh.DRAWING in cell.metadata.get("tags", []):
+            assert cell.metadata.jupyter.source_hidden and sum(bool(drawing.search(line)) for line in lines) > len(lines) / 3
+
+
+@by_chapter
 def test_few_outputs_are_left_uncompared(chapter):
     uncompared = [cell for cell in code_cells(chapter) if "nbval-ignore-output" in cell.metadata.get("tags", [])]
     assert len(uncompared) <= 2
