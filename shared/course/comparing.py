@@ -140,6 +140,8 @@ def written(value: Any) -> str:
         return f"{value:.6g}"
     if isinstance(value, Mapping):
         return clipped("{" + ", ".join(f"{key}: {written(item)}" for key, item in value.items()) + "}")
+    if isinstance(value, tuple) and type(value).__str__ is not object.__str__:  # a named tuple that writes itself, such as an action
+        return str(value)
     if isinstance(value, list | tuple):
         return clipped("[" + ", ".join(written(item) for item in value) + "]")
     if isinstance(value, nn.Module):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import tensor
 
-from shared.course.comparing import Said, difference, differences, flatten
+from shared.course.comparing import Said, difference, differences, flatten, written
+from shared.parallel.pipeline.schedules import Action
 
 NAN, DOUBLE = math.nan, torch.float64
 
@@ -65,3 +66,9 @@ def test_lines_name_what_differs_is_missing_or_came_unasked():
 def test_nested_results_become_dotted_names_and_lists_of_numbers_stay_whole():
     assert flatten({"a": {"b": 1}, "c": [1, 2.0, "x"]}) == {"a.b": 1, "c": [1, 2.0, "x"]}
     assert set(flatten({"c": [tensor(1.0), {"d": 2}]})) == {"c.0", "c.1.d"} and flatten(7) == {"": 7}
+
+
+def test_a_named_tuple_that_writes_itself_is_printed_so():
+    schedule = [[Action("F", 0), Action("B", 1, 1)]]
+    assert written(schedule) == "[[F0, B1 of chunk 1]]"
+    assert written([(0, 1.5)]) == "[[0, 1.5]]"
