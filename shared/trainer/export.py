@@ -87,7 +87,8 @@ def whole_model(run: Run) -> TransformerModel | None:
     if strategy.rank:
         return None
     config, adapter = run.config, run.config.adapter
-    base = run.start_again().load(config.model, apart=True) if adapter else TransformerModel(config.model, MIXTURE)  # its layers may be quantized
+    # The base's layers may be quantized.
+    base = run.start_again().load(config.model, apart=True) if adapter else TransformerModel(config.model, MIXTURE)
     model = run.mode.shaped(with_adapter(base, adapter, config.seed)).to(run.engine.device)
     put_weights(model, weights)
     return model

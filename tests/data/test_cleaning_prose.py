@@ -22,11 +22,11 @@ from shared.trainer.settings import read_settings
 SENTENCES = [
     f"{who} {what} {where}, und {then}."
     for who, what, where, then in zip(
-        ["Der alte Müller", "Die Lehrerin", "Ein junger Fischer", "Das Orchester", "Die Nachbarin", "Unser Bürgermeister", "Die Köchin"] * 9,
+        ["Der alte Müller", "Die Lehrerin", "Ein junger Fischer", "Das Orchester", "Die Nachbarin", "Der Bürgermeister", "Die Köchin"] * 9,
         ["wartete", "sprach lange", "arbeitete", "übte leise", "spazierte", "stritt", "sang", "schwieg", "zeichnete"] * 7,
         [f"{place} nahe der {town}" for place in ("am Ufer", "im Garten", "auf dem Markt", "vor der Kirche", "hinter dem Bahnhof")
-         for town in ("Elbe", "Brücke", "Mühle", "Schule", "Grenze", "Stadt", "Post", "Burg", "Wiese", "Halle", "Insel", "Küste")] + ["dort"] * 3,
-        ["niemand hörte zu", "der Regen begann", "es wurde spät", "die Kinder lachten", "alle gingen nach Hause"] * 12 + ["es war still"] * 3,
+         for town in ("Elbe", "Brücke", "Mühle", "Schule", "Grenze", "Stadt", "Post", "Burg", "Au", "Alm", "Halle", "Küste")] + ["da"] * 3,
+        ["niemand hörte zu", "der Regen begann", "es wurde spät", "die Kinder lachten", "alle gingen nach Hause"] * 12 + ["es ist so"] * 3,
         strict=True,
     )
 ]  # fmt: skip
@@ -50,7 +50,8 @@ def paragraphs(count: int) -> list[str]:
 
 def cleaned(config: CleaningConfig, texts: list[str]) -> Cleaner:
     cleaner = Cleaner(config)
-    assert len(list(cleaner.clean(Document(str(number), text.encode()) for number, text in enumerate(texts)))) == cleaner.report.documents_out
+    documents = (Document(str(number), text.encode()) for number, text in enumerate(texts))
+    assert len(list(cleaner.clean(documents))) == cleaner.report.documents_out
     return cleaner
 
 

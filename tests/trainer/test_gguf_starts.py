@@ -65,7 +65,7 @@ SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_
 def test_the_modelfile_has_chatmls_text_the_models_system_prompt_and_no_guess(base, tmp_path, kind):
     folder, file = tmp_path / "model", tmp_path / "made-f16.gguf"
     shutil.copytree(base / "model", folder)
-    template = {"chatml": CHATML, "with a system prompt": SYSTEM + CHATML, "another": "{% for m in messages %}[{{ m.content }}]{% endfor %}"}
+    template = {"chatml": CHATML, "with a system prompt": SYSTEM + CHATML, "another": "{% for m in messages %}{{ m.content }}{% endfor %}"}
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     if kind in template:
         (folder / "chat_template.jinja").write_text(template[kind])
