@@ -1,5 +1,5 @@
-"""Drawings of mixtures of experts: who holds which experts, and an all-to-all before and after. The notebook shows them; nothing is computed
-here."""
+"""Drawings of mixtures of experts: who holds which experts, and an all-to-all before and after. The notebook shows them; nothing is
+computed here."""
 
 from collections.abc import Sequence
 

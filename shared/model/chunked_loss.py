@@ -65,8 +65,9 @@ def chunked_loss(head: nn.Module, hidden_states: Tensor, targets: Tensor, rows: 
     """
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     with_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or bool(parameters))
+    rows = rows or chunk_rows(head.vocab_size, hidden_states.is_cuda)
     loss_sum, token_count, correct = ChunkedCrossEntropy.apply(
-        hidden_states.flatten(0, -2), targets.flatten(), head, rows or chunk_rows(head.vocab_size, hidden_states.is_cuda), with_gradient, *parameters
+        hidden_states.flatten(0, -2), targets.flatten(), head, rows, with_gradient, *parameters
     )
     return Totals(loss_sum, token_count, {"correct": correct})
 

@@ -13,7 +13,8 @@ from shared.course.errors import CourseError
 from shared.trainer import run
 from shared.trainer.run import train_model
 
-SHORT = ("steps=1", "schedule.warmup_steps=0", "schedule.decay_steps=0", "adapter.rank=2", "instructions.examples=60", "instructions.tasks=2")
+SHORT = ("steps=1", "schedule.warmup_steps=0", "schedule.decay_steps=0", "adapter.rank=2")
+SHORT += ("instructions.examples=60", "instructions.tasks=2")
 WEIGHTS = "model.safetensors"
 
 

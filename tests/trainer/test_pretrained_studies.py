@@ -84,7 +84,8 @@ def test_shares_are_of_roundings_loss_with_the_same_groups():
 def test_what_was_learned_and_kept_is_counted_from_answers(folder, tmp_path, monkeypatch):
     config = forgetting.StudyConfig(model=folder, seeds=1, rates=(0.001,), steps=(1, 2), rank=2, new_tokens=4, output=tmp_path)
     pretrained = Pretrained(folder)
-    said = ["It weighs 380 Grams and comes from PORTUGAL."] * len(forgetting.FACTS) + ["Paris, and seven Pacific spiders"] * len(forgetting.KNOWN)
+    said = ["It weighs 380 Grams and comes from PORTUGAL."] * len(forgetting.FACTS)
+    said += ["Paris, and seven Pacific spiders"] * len(forgetting.KNOWN)
     monkeypatch.setattr(Pretrained, "answers", lambda self, model, questions, new_tokens: said[: len(questions)])
     found = forgetting.asked(pretrained, pretrained.model(), config, 3)
     assert (found["learned, step 3"], found["kept, step 3"]) == (2, 3)

@@ -205,8 +205,8 @@ def join_world(rank: int, ranks: int, init_method: str, device: torch.device, ti
 
 
 def limit_operations(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Give NCCL a limit of its own, of minutes where gloo's may be a day: on a GPU `wait` orders streams only, so the heartbeat does not see
-    a rank wait, and an operation that hangs in a card is noticed by this limit alone."""
+    """Give NCCL a limit of its own, of minutes where gloo's may be a day: on a GPU `wait` orders streams only, so the heartbeat does not
+    see a rank wait, and an operation that hangs in a card is noticed by this limit alone."""
     group._get_backend(torch.device("cuda"))._set_default_timeout(min(timeout, NCCL_LIMIT))
 
 

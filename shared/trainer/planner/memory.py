@@ -55,8 +55,8 @@ class RankMemory:
 
     weights, gathered, gradients, optimizer, activations: as `MemoryEstimate` has them. beside: frozen models, a reference or a reward
     model, and a value head. batch: token ids. loss: short-lived buffers while the loss is computed. cache: keys and values of the answers
-    that are drawn at a time. drawn_with: extra weight memory while answers are generated: what fsdp gathers, all or block by block, or copies for the fused step
-    (`shared.rl.fused_step`). counted: False where there is no formula for all kinds, and the sum is the least.
+    that are drawn at a time. drawn_with: extra weight memory while answers are generated: what fsdp gathers, all or block by block, or
+    copies for the fused step (`shared.rl.fused_step`). counted: False where there is no formula for all kinds, and the sum is the least.
     """
 
     weights: float
