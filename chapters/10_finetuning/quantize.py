@@ -4,6 +4,7 @@
     python chapters/10_finetuning/quantize.py --model runs/main/model --method awq --bits 4 --group 128 --symmetric false
 
 Layers are calibrated on training text of the embedded corpus, or of --data, in the model's own tokens; perplexity is that of held-out text.
+The corpus is cleaned by the rules for code. Text of --data is only repaired (encoding, line ends): no document of it is dropped.
 The result is written in the layout of GPTQ's or AWQ's files, with the tokenizer and the chat template: `course chat runs/10_quantize` talks
 to it, and `start_from=runs/10_quantize adapter.base=packed` trains an adapter over it.
 """
@@ -37,7 +38,7 @@ class QuantizeConfig:
         act_order: GPTQ quantizes the inputs with the largest values first.
         damping: GPTQ adds this share of the Hessian's mean diagonal to its diagonal.
         layout: of the files; null for the method's own, GPTQ's for rounding to nearest.
-        data: a text file or folder, or a list of them; none for the embedded corpus.
+        data: a text file or folder, or a list of them, used without cleaning; none for the embedded corpus.
         rows: of calibration text.
         seq: tokens in a row.
         held_out_rows: rows of held-out text for the perplexity.

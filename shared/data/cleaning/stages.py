@@ -7,7 +7,7 @@ Rules of quality are cheap, say why, and remove the worst: lists, tables of numb
 Gopher's (Rae et al. 2021, appendix A.1.1), those for code CodeParrot's and StarCoder's (Li et al. 2023, section 3). A document is dropped
 at the first rule that it breaks.
 
-Gopher's stop words are English; those of the other languages are as many of their most frequent words.
+Gopher's eight stop words are English; the other languages have ten of their most frequent words each.
 
 Left out on purpose: a model as judge of quality (FineWeb-Edu), which is a stage like any other: a text in, a score and a reason out.
 """
