@@ -26,7 +26,7 @@ from shared.model.masks import Documents
 from shared.totals import Batch, Totals
 
 CHUNK = 2**21  # logits: 8 MB in float32
-CHUNK_ON_GPU = 2**25  # 128 MiB: each chunk reads the weight of the head and adds to its gradient, whose copies take no less memory
+CHUNK_ON_GPU = 2**25  # 128 MiB: each chunk reads the head's weight and adds to its gradient, so few chunks move less memory
 FEWEST_ROWS = 256  # fewer would leave the matrix multiplication of the head too thin
 
 

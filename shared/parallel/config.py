@@ -58,7 +58,7 @@ class ParallelConfig:
         offload_optimizer: keep the optimizer's state in the CPU's memory.
         heartbeat_timeout: seconds without a heartbeat after which a rank counts as dead.
         collective_timeout: seconds that a rank waits in one operation for a rank that is alive and busy elsewhere, with preparing text
-            for instance.
+            for instance. NCCL's operations on GPUs end after half an hour at most.
         init_timeout: seconds at the start until all ranks have connected.
         check_every: steps between two comparisons of the replicas' weights; 0 for never.
     """

@@ -42,8 +42,8 @@ BROKEN = re.compile("gloo/transport|ncclRemoteError")  # how torch's errors of c
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+NCCL_LIMIT = timedelta(minutes=30)  # of an operation in the card; what ranks may wait for longer, such as text, goes over gloo
 # Ranks keep the group's order, where torch lets them (2.13); a mesh's groups are in ascending order.
-NCCL_LIMIT = timedelta(minutes=30)  # of an operation in the card; one that ranks wait for in turn, such as for text, goes over gloo
 KEEP_ORDER = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
 
 
