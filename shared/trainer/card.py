@@ -31,13 +31,12 @@ def published(folder: Path) -> tuple[str, str] | None:
 
 
 def name_of(folder: Path) -> str:
-    """The name by which others know the model in a folder: the hub's where it is known, else the path as it was given."""
+    """The name by which others know the model in a folder: the hub's where the folder is of the hub, else the path as it was given.
+    `_name_or_path` in config.json is no such name: transformers writes there what a model was loaded from, so a fine-tuned one's base."""
     if known := published(folder):
         return known[0]
-    if cached := CACHED.search(f"{folder.resolve()}/"):
-        return "/".join(cached.groups())
-    said = read_json(folder / "config.json").get("_name_or_path") if (folder / "config.json").is_file() else None
-    return said if isinstance(said, str) and HUB_NAME.fullmatch(said) and not Path(said).exists() else str(folder)
+    cached = CACHED.search(f"{folder.resolve()}/")
+    return "/".join(cached.groups()) if cached else str(folder)
 
 
 def licence_of(folder: Path) -> str | None:
@@ -76,7 +75,8 @@ def write_card(folder: Path, config: TrainerConfig, start: Path | None, library:
     about |= {"license": licence} if licence else {}
     shown = base and (base if about.get("base_model") else Path(base).name)
     began = f"from {shown}" if shown else "from random weights"
-    adapter = f", with {config.adapter.kind} of rank {config.adapter.rank} over frozen weights" if config.adapter else ""
+    kind = f"{config.virtual_tokens} virtual tokens" if config.virtual_tokens else f"lora of rank {config.adapter.rank}" if config.adapter else ""
+    adapter = f", with {kind} over frozen weights" if kind else ""
     law = f"Its base model's licence is {licence}." if licence else "No licence is given: add `license` to the header to publish it."
     lines = [
         f"# {name}", f"Trained {began} by {TRAINING[config.mode]} {data_of(config)}: {config.steps:,} steps{adapter}.", law,

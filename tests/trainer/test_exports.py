@@ -69,17 +69,16 @@ def folder_of(tmp_path: Path, name: str, **files: dict | str) -> Path:
 
 
 def test_a_known_base_is_named_as_the_hub_names_it_and_another_by_its_path(tmp_path):
+    """A fine-tuned model's config.json names its own base, whose weights an adapter over it must not be put on."""
     packaged = folder_of(tmp_path, "packaged")
     (packaged / SOURCE).write_text(json.dumps({"file": "/anywhere/SmolLM2-135M-Instruct.Q4_1.gguf"}))
     cached = folder_of(tmp_path, "hub/models--an-org--a.model/snapshots/0123")
-    named = folder_of(tmp_path, "named", config_json={"_name_or_path": "an-org/a.model"})
-    moved = folder_of(tmp_path, "moved", config_json={"_name_or_path": "/home/somebody/model"})
-    assert [name_of(each) for each in (packaged, cached, named)] == ["HuggingFaceTB/SmolLM2-135M-Instruct"] + ["an-org/a.model"] * 2
-    assert name_of(moved) == str(moved)
+    tuned = folder_of(tmp_path, "tuned", config_json={"_name_or_path": "an-org/its-base"})
+    assert [name_of(each) for each in (packaged, cached, tuned)] == ["HuggingFaceTB/SmolLM2-135M-Instruct", "an-org/a.model", str(tuned)]
 
 
 def test_a_card_is_one_that_the_hub_reads_and_one_of_the_users_own_stays(tmp_path):
-    base = folder_of(tmp_path, "base", README_md="---\nlicense: mit\n---\n# base\n", config_json={"_name_or_path": "an-org/a.model"})
+    base = folder_of(tmp_path, "hub/models--an-org--a.model/snapshots/0123", README_md="---\nlicense: mit\n---\n# base\n")
     output = folder_of(tmp_path, "run")
     config = TrainerConfig(steps=1200)
     config.engine.output = output
