@@ -58,22 +58,24 @@ def filled(modelfile: str, messages: list[dict[str, str]]) -> str:
     return before + "".join(made) + after
 
 
+REFUSES = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}"
 SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
 
 
-@pytest.mark.parametrize("kind", ["chatml", "with a system prompt", "another", "none"])
+@pytest.mark.parametrize("kind", ["chatml", "with a system prompt", "another", "without system prompts", "none"])
 def test_the_modelfile_has_chatmls_text_the_models_system_prompt_and_no_guess(base, tmp_path, kind):
     folder, file = tmp_path / "model", tmp_path / "made-f16.gguf"
     shutil.copytree(base / "model", folder)
     template = {"chatml": CHATML, "with a system prompt": SYSTEM + CHATML, "another": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    template["without system prompts"] = REFUSES + CHATML
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     if kind in template:
         (folder / "chat_template.jinja").write_text(template[kind])
     path, said = write_modelfile(folder, file)
     written = path.read_text()
     assert path == tmp_path / "made-f16.Modelfile" and written.startswith("FROM ./made-f16.gguf\n")
-    if kind in ("another", "none"):
-        assert "PARAMETER stop <" not in written and ("not ChatML" in said) == (kind == "another")
+    if kind in ("another", "without system prompts", "none"):
+        assert "PARAMETER stop <" not in written and ("not ChatML" in said) == (kind != "none")
         return
     theirs = AutoTokenizer.from_pretrained(folder)
     messages = [{"role": role, "content": f"{role} says é {{x}}"} for role in ("system", "user", "assistant", "user")]

@@ -7,7 +7,7 @@ A template is recognised by what it renders. If it is not ChatML, the Modelfile 
 
 from pathlib import Path
 
-from shared.finetune.chat.template import ChatTemplate, has_template
+from shared.finetune.chat.template import ChatTemplate, TemplateError, has_template
 from shared.output_files import write_atomically
 
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
@@ -47,10 +47,13 @@ def write_modelfile(folder: Path, file: Path) -> tuple[Path, str]:
 def chatml_system(template: ChatTemplate) -> str | None:
     """The system prompt that a ChatML template adds by itself, or an empty text; None where it is another template."""
     messages = [{"role": role, "content": content} for role, content in CHAT]
-    if template.render(messages, generation_prompt=True) != chatml(CHAT):
+    try:
+        whole, alone = (template.render(each, generation_prompt=True) for each in (messages, messages[1:]))
+    except TemplateError:  # some refuse system prompts
+        return None
+    if whole != chatml(CHAT):
         return None
     begins, ends = f"{OPEN}system\n", f"{CLOSE}\n{chatml(CHAT[1:])}"
-    alone = template.render(messages[1:], generation_prompt=True)
     if alone == chatml(CHAT[1:]):
         return ""
     return alone[len(begins) : -len(ends)] if alone.startswith(begins) and alone.endswith(ends) and '"""' not in alone else None
