@@ -37,6 +37,7 @@ class ExtensionConfig:
 def run(config: ExtensionConfig) -> None:
     from rich.console import Console
 
+    from shared.course.errors import CourseError
     from shared.data.source import Source
     from shared.data.sources import open_source
     from shared.data.tokenizer import TextTokenizer
@@ -45,11 +46,15 @@ def run(config: ExtensionConfig) -> None:
     from shared.finetune.gguf.packaged import is_gguf
     from shared.finetune.gguf.unpack import unpacked
     from shared.finetune.vocabulary import extend_tokenizer
+    from shared.model.hf.files import PretrainedError
     from shared.output_files import require_writable
 
     console = Console(markup=False, emoji=False, highlight=False)
     require_writable(config.output)
-    given = unpacked(config.tokenizer) if is_gguf(config.tokenizer) else config.tokenizer
+    try:
+        given = unpacked(config.tokenizer) if is_gguf(config.tokenizer) else config.tokenizer
+    except PretrainedError as error:
+        raise CourseError(f"tokenizer: {error}") from None
     old = TextTokenizer.load(given)
     source = Source(path=config.text, text_field=config.text_field, limit=config.limit)
     unreadable: list[str] = []

@@ -75,7 +75,8 @@ def write_card(folder: Path, config: TrainerConfig, start: Path | None, library:
     about |= {"license": licence} if licence else {}
     shown = base and (base if about.get("base_model") else Path(base).name)
     began = f"from {shown}" if shown else "from random weights"
-    kind = f"{config.virtual_tokens} virtual tokens" if config.virtual_tokens else f"lora of rank {config.adapter.rank}" if config.adapter else ""
+    soft = f"{config.virtual_tokens} virtual tokens" if config.virtual_tokens else ""
+    kind = soft or (f"lora of rank {config.adapter.rank}" if config.adapter else "")
     adapter = f", with {kind} over frozen weights" if kind else ""
     law = f"Its base model's licence is {licence}." if licence else "No licence is given: add `license` to the header to publish it."
     lines = [
