@@ -1,6 +1,9 @@
 """Chapter 12. Export of a run: the trained model, whole, as files that other libraries read."""
 
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from shared.model.hf.pretrained import Weights, save_pretrained
 from shared.model.transformer import TransformerModel
 from shared.moe.builders import MIXTURE
 from shared.output_files import writing
+from shared.parallel.health.agreement import agreed
 from shared.trainer import provenance
 from shared.trainer.card import name_of, write_card
 from shared.trainer.mode import Run
@@ -38,7 +42,9 @@ def export(run: Run) -> None:
             return
         weights = merged_weights(strategy.module, weights)
     with writing(output / "model"):
-        save_pretrained(strategy.module, output / "model", token_ids=token_ids(run), weights=in_dtype(weights, config.report.dtype))
+        rounded, too_large = in_dtype(weights, config.report.dtype)
+        save_pretrained(strategy.module, output / "model", token_ids=token_ids(run), weights=rounded)
+        agreed(strategy.mesh.world, lambda: require_range(config.report.dtype, too_large, output / "model"))
         if strategy.rank == 0:
             if run.start is not None:
                 keep_sampling(run.start.folder, output / "model")
@@ -46,13 +52,10 @@ def export(run: Run) -> None:
             write_card(output / "model", config, run.start.folder if run.start else None, "transformers")
 
 
-def in_dtype(weights: Weights, name: str) -> Weights:
-    """The same weights, rounded to the dtype of this name one at a time, as they are collected.
-
-    Raises:
-        CourseError: one is too large for the dtype. Training is over by then, and its checkpoint holds it all.
-    """
-    dtype = getattr(torch, name)
+def in_dtype(weights: Weights, name: str) -> tuple[Weights, list[str]]:
+    """The same weights, rounded to the dtype of this name one at a time, as they are collected; and the names, of those collected so far,
+    of parameters that have values too large for it. Nothing is raised in between: ranks collect together."""
+    dtype, too_large = getattr(torch, name), []
 
     def collect(parameter: str) -> Tensor | None:
         whole = weights.collect(parameter)
@@ -60,11 +63,18 @@ def in_dtype(weights: Weights, name: str) -> Weights:
             return whole
         rounded = whole.to(dtype)
         if (rounded.isinf() & whole.isfinite()).any():
-            raise CourseError(f"report.dtype is {name}, and {parameter} has values that are too large for it: give bfloat16 or float32.")
+            too_large.append(parameter)
         return rounded
 
     like = {key: torch.empty_like(t, dtype=dtype, device="meta") if t.is_floating_point() else t for key, t in weights.like.items()}
-    return Weights(like, collect, weights.writes)
+    return Weights(like, collect, weights.writes), too_large
+
+
+def require_range(dtype: str, too_large: Sequence[str], folder: Path) -> None:
+    """Remove an export with values that the dtype cannot hold, and say so. Training is over by then, and its checkpoint holds it all."""
+    if too_large:
+        shutil.rmtree(folder)
+        raise CourseError(f"report.dtype is {dtype}, and {too_large[0]} has values that are too large for it: give bfloat16 or float32.")
 
 
 def token_ids(run: Run) -> dict[str, Any]:

@@ -161,13 +161,23 @@ class Run:
     def text(self) -> Any:
         return self.mode.text
 
+    @property
+    def sources(self) -> list[InitialWeights]:
+        """All weights that it reads: those that it starts from, and the mode's, such as a reward model's."""
+        return [self.start, *self.mode.more_weights()] if self.start else []
+
+    def require_same_sources(self) -> None:
+        """Refuse weights that are gone, or others than the record in the run's folder names."""
+        if self.sources:
+            require_unchanged(self.sources, self.config.data.prepared, self.config.engine.output)
+
     def start_again(self) -> InitialWeights:
         """The weights that it started from, for another look at them.
 
         Raises:
             SettingError: they are gone, or others are there now.
         """
-        require_unchanged([self.start, *self.mode.more_weights()], self.config.data.prepared, self.config.engine.output)
+        self.require_same_sources()
         return self.start
 
 

@@ -52,8 +52,7 @@ from shared.trainer.records.history import History, note_end
 from shared.trainer.reports.figures import Results
 from shared.trainer.results import evaluate_and_report
 from shared.trainer.sections import ROLLING
-from shared.trainer.weights import InitialWeights, find_initial_weights, fingerprint_of, require_unchanged
-from shared.trainer.weights import weights_named
+from shared.trainer.weights import InitialWeights, find_initial_weights, fingerprint_of, weights_named
 
 
 def train_model(config: TrainerConfig, console: Console, world: Communicator | None = None, began: float | None = None) -> Results | None:
@@ -84,7 +83,9 @@ def train_model(config: TrainerConfig, console: Console, world: Communicator | N
         run = None
         try:
             run = build(config, console, world, watch)
-            loader, held_out = run.mode.loaders(run.config, run.strategy)
+            with weights_named(run.sources):  # a reference reads the first weights once more
+                loader, held_out = run.mode.loaders(run.config, run.strategy)
+            agreed(world, lambda: run.require_same_sources() if leads else None)
             engine = run.engine.fit(loader, held_out, steps=config.steps, retune=run.changes.for_engine(config, run.engine.optimizer))
         except CourseError:
             if before is not None and (run is None or run.engine.began_at < 0):  # refused before it took its checkpoint
@@ -121,10 +122,8 @@ def build(config: TrainerConfig, console: Console, world: Communicator | None = 
 
     own = mesh.pp.rank * mesh.loss.size + mesh.loss.rank  # ranks with other rows, positions or layers draw other dropout
     torch.manual_seed(config.seed + own)
-    with weights_named():
+    with weights_named([start] if start else []):
         strategy = parallel_model(config, mesh, device, start, mode.shaped)
-    read = [start, *mode.more_weights()] if start and leads else []
-    agreed(mesh.world, lambda: require_unchanged(read, config.data.prepared, config.engine.output) if read else None)
     scaler, runner = LossScaler() if config.precision == "float16" else None, strategy.runner(accumulate_gradients)
     costs, traffic = Costs(watch), Traffic(mesh.world.trace)
     watching = [KeepChanges(config, changes, leads), costs, traffic, *([History(config, mesh.world)] if config.elastic else [])]

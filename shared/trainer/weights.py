@@ -150,11 +150,13 @@ def require_unchanged(weights: Sequence[InitialWeights], prepared: Path, output:
 
 
 @contextmanager
-def weights_named() -> Iterator[None]:
-    """A context in which weights that cannot be read, or not any more, are an error message."""
+def weights_named(weights: Sequence[InitialWeights]) -> Iterator[None]:
+    """A context in which weights that cannot be read, or not any more, are an error message. Another file that is missing is none of it."""
     try:
         yield
     except (PretrainedError, FileNotFoundError, SafetensorError) as error:
+        if isinstance(error, FileNotFoundError) and not any(str(each.folder) in str(error) for each in weights):
+            raise
         raise SettingError(f"start_from: {error}") from error
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from preferring_runs import preferring_config
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tuned_runs import tuned_config
@@ -36,12 +37,17 @@ def replace(folder: Path) -> None:
         (replace, "parallel_model", "has changed since this run began to read it: put back what was there"),
         (remove, "evaluate_and_report", "is gone, which this run starts from: put it back"),
         (replace, "evaluate_and_report", "has changed since this run began to read it: put back what was there"),
+        (remove, "build_optimizer", "start_from: .*No such file"),  # before a reference reads it once more
+        (replace, "build_optimizer", "has changed since this run began to read it: put back what was there"),
     ],
 )
 def test_a_start_that_changes_is_a_sentence_and_the_run_ends_once_it_is_back(tmp_path, base, change, moment, says):
     start, inner = tmp_path / "start", getattr(run, moment)
     shutil.copytree(base / "model", start)
-    config = tuned_config(tmp_path, base, f"start_from={start}", *SHORT)
+    if moment == "build_optimizer":
+        config = preferring_config(tmp_path, base, "dpo", f"start_from={start}", "steps=1", "schedule.warmup_steps=0", "schedule.decay_steps=0")
+    else:
+        config = tuned_config(tmp_path, base, f"start_from={start}", *SHORT)
 
     def changed(*given):
         change(start)

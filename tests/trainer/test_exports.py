@@ -14,10 +14,11 @@ from tuned_runs import tuned_config
 from shared.course.errors import CourseError
 from shared.finetune.gguf.unpack import SOURCE
 from shared.model.hf.pretrained import Weights
+from shared.parallel.comm.threads import run_threads
 from shared.trainer.card import name_of, write_card
 from shared.trainer.config import TrainerConfig
-from shared.trainer.export import in_dtype
-from shared.trainer.run import train_model
+from shared.trainer.export import export, in_dtype, require_range
+from shared.trainer.run import build, train_model
 from shared.trainer.talk.opened import opened
 
 QUIET, IDS = Console(quiet=True), torch.arange(1, 17)[None]
@@ -49,15 +50,34 @@ def require_readable(output: Path, base: Path) -> None:
     torch.testing.assert_close(opened(output)[0].eval()(IDS), theirs(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_value_that_the_dtype_cannot_hold_is_refused_and_one_that_it_can_is_rounded():
+def test_a_value_that_the_dtype_cannot_hold_is_refused_and_one_that_it_can_is_rounded(tmp_path):
     values = {"small": torch.tensor([1 / 3, 65_504.0]), "large": torch.tensor([70_000.0]), "count": torch.tensor([3])}
-    half = in_dtype(Weights(values, values.get), "float16")
+    half, too_large = in_dtype(Weights(values, values.get), "float16")
     assert torch.equal(half.collect("small"), values["small"].half()) and half.collect("count").dtype == torch.int64
     assert {name: like.dtype for name, like in half.like.items()} == {
         "small": torch.float16, "large": torch.float16, "count": torch.int64}  # fmt: skip
+    require_range("float16", too_large, tmp_path)
+    half.collect("large")  # ranks collect together: nothing is raised before all have
     with pytest.raises(CourseError, match="report.dtype is float16, and large has values that are too large"):
-        half.collect("large")
-    assert in_dtype(Weights(values, values.get), "bfloat16").collect("large").isfinite().all()
+        require_range("float16", too_large, tmp_path)
+    assert not tmp_path.exists()
+    wide, too_large = in_dtype(Weights(values, values.get), "bfloat16")
+    assert wide.collect("large").isfinite().all() and not too_large
+
+
+def test_every_rank_ends_with_a_value_that_the_dtype_cannot_hold(tmp_path, base):
+    config = tuned_config(tmp_path, base, "steps=1", "schedule.warmup_steps=0", "schedule.decay_steps=0", "report.dtype=float16",
+        "parallel.data_parallel=2", "adapter=null")  # fmt: skip
+
+    def work(world):
+        run = build(config, Console(quiet=True), world)
+        with torch.no_grad():
+            next(run.strategy.module.parameters()).view(-1)[0] = 1e6
+        with pytest.raises(CourseError, match="report.dtype is float16, and embedding.tokens.weight has values"):
+            export(run)
+        return True
+
+    assert run_threads(work, 2) == [True, True] and not (config.engine.output / "model").exists()
 
 
 def folder_of(tmp_path: Path, name: str, **files: dict | str) -> Path:
