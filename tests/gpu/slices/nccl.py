@@ -41,6 +41,7 @@ from shared.parallel.processes.torchrun import (
 )
 from shared.parallel.comm.trace import CommTrace
 from shared.parallel.config import ParallelConfig, parse_layout
+from shared.parallel.context import ring
 from shared.parallel.data.zero import muon_matrices
 from shared.parallel.health.heartbeat import Heartbeat, Timeouts
 from shared.parallel.mesh import Mesh
@@ -174,14 +175,13 @@ def two_ranks(device: str) -> Iterator[Row]:
 
 
 def exchange(world: Communicator, device: torch.device) -> Iterator[Row]:
-    """Both ranks send first and receive then, as pipelines and rings do: it must not depend on how much NCCL buffers."""
+    """Both ranks send and receive at once, as ring attention does: it must not depend on how much NCCL buffers. Of two that both sent first,
+    each would wait for the other (NVIDIA/nccl issue 479)."""
     for megabytes in (1, 64):
         sent = torch.full((megabytes * 2**18,), float(world.rank), device=device)
         received, other = torch.empty_like(sent), 1 - world.rank
-        sending = world.send(sent, to=other, asynchronous=True)
-        world.receive(received, source=other)
-        sending.wait()
-        yield Row(f"both ranks send {megabytes} MiB and then receive", {}, bool((received == other).all()))
+        ring.exchange(world, {0: (other, sent)}, {0: (other, received)}).wait()
+        yield Row(f"both ranks send and receive {megabytes} MiB at once", {}, bool((received == other).all()))
 
 
 def main(path: str, device: str) -> None:
