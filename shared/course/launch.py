@@ -141,5 +141,5 @@ def let_segments_grow() -> None:
     """Have PyTorch's allocator grow its segments of a GPU's memory (`expandable_segments`), unless the user has set one of its variables.
     Numbers of trained rows and lengths of prompts vary, and blocks of many sizes leave gaps. To be called before PyTorch is imported.
     """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -53,7 +53,7 @@ def test_nccl_has_its_device_and_a_limit_of_minutes(kind, seconds, limit, monkey
 
 
 def test_the_allocator_grows_its_segments_unless_the_user_says_otherwise(monkeypatch):
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.setattr(launch.os, "environ", {name: "max_split_size_mb:64"})
         launch.let_segments_grow()
         assert launch.os.environ == {name: "max_split_size_mb:64"}
