@@ -20,6 +20,7 @@ from shared.parallel.data.activation_checkpointing import apply_activation_check
 from shared.parallel.planning.activations import WIDTH, loss_buffers
 from shared.parallel.planning.memory import StepSizes, estimate_memory
 
+ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as chapters/12_grpo/train.py sets it
 CARD = 23.5  # GiB that a card of 24 GB reports to a program, at least
 FORMULA = 0.25  # by how much the measured peak of tensors may differ from the estimate
 

@@ -175,8 +175,8 @@ def two_ranks(device: str) -> Iterator[Row]:
 
 
 def exchange(world: Communicator, device: torch.device) -> Iterator[Row]:
-    """Both ranks send and receive at once, as ring attention does: it must not depend on how much NCCL buffers. Of two that both sent first,
-    each would wait for the other (NVIDIA/nccl issue 479)."""
+    """Both ranks send and receive at once, as ring attention does: it must not depend on how much NCCL buffers. If both sent first, each
+    would wait for the other (NVIDIA/nccl issue 479)."""
     for megabytes in (1, 64):
         sent = torch.full((megabytes * 2**18,), float(world.rank), device=device)
         received, other = torch.empty_like(sent), 1 - world.rank

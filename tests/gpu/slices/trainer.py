@@ -18,6 +18,8 @@ from shared.trainer.config import TrainerConfig
 from shared.trainer.run import train_model
 from shared.trainer.settings import parse_words
 
+ENVIRONMENT = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as chapters/12_grpo/train.py sets it
+
 
 def run(machine: Machine, small: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
