@@ -20,10 +20,11 @@ OF_ALL = {"": (4, 8, 16, 32), "_fsdp2": (4, 8, 16, 32), "_sft": (4, 8, 16, 32), 
 OF_ALL |= {"_lora": (1, 2, 4, 8), "_qlora": (1, 2, 4, 8)}
 
 
-def steps(folder: Path, *cases: tuple[str, int, list[str]]) -> list[dict]:
-    """What steps of cases (file, rows of a micro-batch, words) take, and what is foreseen."""
+def steps(folder: Path, *cases: tuple[str, int, int | None, list[str]]) -> list[dict]:
+    """What steps of cases (file, rows of a micro-batch, layers, words) take, and what is foreseen. layers: None for the model's own."""
     told = [
-        {"file": str(FOLDER / f"two_3090s{name}.yaml"), "words": [f"data.micro_batch_size={rows}", *words]} for name, rows, words in cases
+        {"file": str(FOLDER / f"two_3090s{name}.yaml"), "words": [f"data.micro_batch_size={rows}", *words], "layers": layers}
+        for name, rows, layers, words in cases
     ]
     (folder / "cases.json").write_text(json.dumps(told), encoding="utf-8")
     command = [sys.executable, str(SCRIPT), str(folder / "result.json"), str(folder / "cases.json")]
@@ -34,8 +35,7 @@ def steps(folder: Path, *cases: tuple[str, int, list[str]]) -> list[dict]:
 
 def test_memory_is_foreseen_with_the_copies_of_a_trained_heads_gradient(tmp_path):
     """With two layers the head is most of the model, more so with a vocabulary of 200,000."""
-    two = "model.num_hidden_layers=2"
-    for found in steps(tmp_path, ("", 4, [two]), ("", 4, [two, "data.prepare.vocab_size=200000"])):
+    for found in steps(tmp_path, ("", 4, 2, []), ("", 4, 2, ["data.prepare.vocab_size=200000"])):
         assert found["foreseen"] == pytest.approx(found["peak"], rel=WITHIN)
 
 
@@ -43,12 +43,12 @@ def test_memory_is_foreseen_with_the_copies_of_a_trained_heads_gradient(tmp_path
 @pytest.mark.parametrize("name", OF_ALL)
 def test_memory_is_foreseen_for_every_file_at_four_micro_batch_sizes(name, tmp_path):
     """The formulas are linear in the layers, so four of them stand for all, and two of a model of billions."""
-    layers = f"model.num_hidden_layers={2 if 'lora' in name else 4}"
-    for found in steps(tmp_path, *((name, rows, [layers]) for rows in OF_ALL[name])):
+    layers = 2 if "lora" in name else 4
+    for found in steps(tmp_path, *((name, rows, layers, []) for rows in OF_ALL[name])):
         assert found["foreseen"] == pytest.approx(found["peak"], rel=WITHIN)
 
 
 @pytest.mark.slow
 def test_memory_of_the_whole_model_is_foreseen(tmp_path):
-    (found,) = steps(tmp_path, ("", 16, []))
+    (found,) = steps(tmp_path, ("", 16, None, []))
     assert found["foreseen"] == pytest.approx(found["peak"], rel=WITHIN)

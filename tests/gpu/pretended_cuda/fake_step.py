@@ -2,17 +2,19 @@
 
     python tests/gpu/pretended_cuda/fake_step.py RESULT.json CASE.json
 
-CASE.json is a list of cases, each {"file": configuration, "words": [overrides]}. RESULT.json gets for each the bytes of the second step's
-peak, those that the planner foresees, and how many operators ran and how many bytes these read and wrote. Rank 0 steps, with the trainer's
-own functions, in its layout; its process groups carry nothing (`chapters.dry_run`). Storages are counted, rounded to 512 bytes as the
-caching allocator does. Not counted: the allocator's gaps, CUDA's context, buffers of cuBLAS and NCCL. Attention is what PyTorch chooses on
-an RTX 3090: its flash kernel without a mask, the memory-efficient one with a mask.
+CASE.json is a list of cases, each {"file": configuration, "words": [overrides], "layers": a number or null}. "layers" takes the place of
+the model's own number, which words may not change where the model is that of `start_from`. RESULT.json gets for each the bytes of the
+second step's peak, those that the planner foresees, and how many operators ran and how many bytes these read and wrote. Rank 0 steps,
+with the trainer's own functions, in its layout; its process groups carry nothing (`chapters.dry_run`). Storages are counted, rounded to
+512 bytes as the caching allocator does. Not counted: the allocator's gaps, CUDA's context, buffers of cuBLAS and NCCL. Attention is what
+PyTorch chooses on an RTX 3090: its flash kernel without a mask, the memory-efficient one with a mask.
 """
 
 import json
 import sys
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ from shared.parallel import held, parallelize  # noqa: E402
 from shared.parallel.comm.communicator import Communicator, SingleRankCommunicator  # noqa: E402
 from shared.parallel.comm.trace import CommTrace  # noqa: E402
 from shared.parallel.mesh import Mesh  # noqa: E402
+from shared.parallel.pipeline.runner import PipelineRunner  # noqa: E402
 from shared.trainer.config import TrainerConfig  # noqa: E402
 from shared.trainer.models import RUN_AXES, with_adapter  # noqa: E402
 from shared.trainer.planner.memory import run_memory, step_sizes  # noqa: E402
@@ -154,6 +157,7 @@ def without_numbers() -> None:
     document_attention.pack_of = one_document_each
     held.Holders.require_complete = lambda self: None
     parallelize.fingerprints = lambda model: {}
+    PipelineRunner.share_totals = lambda self, totals: totals  # the last stage's, which is not there
 
 
 def step_of(config: TrainerConfig) -> dict[str, Any]:
@@ -192,6 +196,8 @@ def main() -> None:
     told = []
     for case in json.loads(cases.read_text(encoding="utf-8")):
         config = open_planned(Path(case["file"]), case["words"])
+        if case["layers"]:
+            config = replace(config, model=replace(config.model, num_hidden_layers=case["layers"], layer_types=None))
         foreseen = run_memory(config)[0]
         told.append(step_of(config) | {"foreseen": foreseen.training} | vars(foreseen))
         result.write_text(json.dumps(told), encoding="utf-8")
