@@ -40,14 +40,21 @@ def link(ask: Ask = nvidia_smi) -> str:
     return f"{LINKS[kind]} ({code})" if kind in LINKS else "not known"
 
 
-def foreseen(cards: int) -> list[tuple[str, float]]:
-    """The GB that the planner foresees on a card of each shipped configuration for two RTX 3090s; nothing for one card."""
+def foreseen(cards: int) -> list[tuple[str, str]]:
+    """What the planner foresees on a card of each shipped configuration for two RTX 3090s, or why it cannot; nothing for one card."""
+    from shared.course.errors import CourseError
     from shared.trainer.planner.memory import run_memory
     from shared.trainer.planner.opening import open_planned
 
     files = ("", "_sft", "_lora", "_qlora", "_grpo", "_dpo", "_fsdp2", "_tp2", "_pp2", "_ep2") if cards > 1 else ()
-    paths = [CHAPTER / f"two_3090s{name}.yaml" for name in files]
-    return [(path.name, max(each.peak for each in run_memory(open_planned(path), usable=22.5e9)) / 1e9) for path in paths]
+    told = []
+    for name in files:
+        path = CHAPTER / f"two_3090s{name}.yaml"
+        try:
+            told.append((path.name, f"{max(each.peak for each in run_memory(open_planned(path), usable=22.5e9)) / 1e9:5.1f} GB"))
+        except CourseError as error:  # such as a model that is half downloaded: the slices need none
+            told.append((path.name, f"not known: {error}"))
+    return told
 
 
 def about(ask: Ask = nvidia_smi) -> str:
@@ -66,5 +73,5 @@ def opening(names: Sequence[str], sentence_of: Callable[[str], str], minutes: fl
     parts += [f"  {number}. {name:12} {sentence_of(name)}" for number, name in enumerate(names, 1)]
     if memory := foreseen(len(cards(ask))):
         parts += ["", "Foreseen on each card, to compare with memory/gpu_peak_gib of your runs (1 GiB is 1.074 GB):"]
-        parts += [f"  {name:24} {gigabytes:5.1f} GB" for name, gigabytes in memory]
+        parts += [f"  {name:24} {said}" for name, said in memory]
     return "\n".join(parts) + "\n"
