@@ -241,8 +241,13 @@ def limited() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def verdict(given: str, expected: str, attempt: Callable[[], None]) -> Verdict:
-    """The verdict on one input. expected: a word of its refusal; where it is legal, nothing."""
+def verdict(given: str, expected: str, attempt: Callable[[], None], folder: Path) -> Verdict:
+    """The verdict on one input.
+
+    Args:
+        expected: a word of its refusal, not the end of another word; where it is legal, nothing.
+        folder: where everything lies, whose path names no reason.
+    """
     printed = io.StringIO()
     try:
         with limited(), redirect_stdout(printed), redirect_stderr(printed):
@@ -263,7 +268,8 @@ def verdict(given: str, expected: str, attempt: Callable[[], None]) -> Verdict:
         return Verdict(given, "ACCEPTED", said)
     if "Traceback" in said or len(said) > LONGEST:
         return Verdict(given, "NO SENTENCE", said[:3000])
-    return Verdict(given, "" if expected.lower() in said.lower() else f"UNCLEAR, without {expected}", said)
+    clear = re.search(rf"(?<![a-z]){re.escape(expected)}", said.replace(str(folder), ""), re.IGNORECASE)
+    return Verdict(given, "" if clear else f"UNCLEAR, without {expected}", said)
 
 
 def verdicts(folder: Path, places: Sequence[str] = ()) -> Iterator[Verdict]:
@@ -280,7 +286,7 @@ def verdicts(folder: Path, places: Sequence[str] = ()) -> Iterator[Verdict]:
             for text, expected in rows:
                 given = text.replace("$", str(folder))
                 expected = "" if f"{place}.{mode} {text}" in LEGAL else expected
-                yield verdict(f"{place}.{mode} {text}", expected, lambda: getattr(inputs, place)(mode, given))
+                yield verdict(f"{place}.{mode} {text}", expected, lambda: getattr(inputs, place)(mode, given), folder)
 
 
 if __name__ == "__main__":
