@@ -39,7 +39,7 @@ def test_a_held_out_task_without_room_for_its_answer_is_refused_at_the_start(tmp
 def test_a_check_that_fails_on_a_held_out_answer_counts_as_0_after_training(tmp_path, base, monkeypatch):
     run = build(preferring_config(tmp_path, base, "grpo"), QUIET)
     run.mode.loaders(run.config, run.strategy)
-    monkeypatch.setattr(run.mode.verdicts, "process", lambda calls: ["it raised"] + [1.0] * (len(calls) - 1))
+    monkeypatch.setattr(run.mode.verdicts, "verifiers", lambda calls: ["it raised"] + [1.0] * (len(calls) - 1))
     with pytest.warns(UserWarning, match="it raised.* It counts as 0.0"):
         assert run.mode.check(run.mode.tasks[:3], ["1", "2", "3"]) == [0.0, 1.0, 1.0]
 
