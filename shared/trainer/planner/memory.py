@@ -104,6 +104,8 @@ def run_memory(config: TrainerConfig, rewards: ModelConfig | None = None, usable
     losses = [loss_bytes(config, step) * (part.head and counted) for part in parts]
     if len(losses) != len(found):
         losses = [max(losses)] * len(found)
+    if base_bits(config) < 16 and config.parallel.fully_sharded == 1:  # gathered is one dequantized layer, which is freed before the loss
+        losses = [max(0.0, loss - each.gathered) for loss, each in zip(losses, found, strict=True)]
     every = [
         RankMemory(**vars(each), beside=beside, batch=ids, loss=loss, cache=cache, drawn_with=more, counted=counted)
         for each, loss, (cache, more) in zip(found, losses, drawing, strict=True)
