@@ -47,7 +47,7 @@ def test_two_cards_of_24_gigabytes_hold_the_mixture_and_neither_holds_it_alone()
 def test_a_mixture_that_cannot_fit_is_refused_with_what_it_needs(monkeypatch):
     config = configuration("two_3090s_ep2.yaml")
     monkeypatch.setattr(planned_memory, "memory_of", lambda device: 12 * GIB)
-    with pytest.raises(planned_memory.SettingError, match=r"a rank needs about 16 GiB and cuda has 12"):
+    with pytest.raises(planned_memory.SettingError, match=r"a rank needs about 17 GiB and cuda has 12"):
         planned_memory.require_memory(config, "cuda")
 
 
