@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(words, named, finished, capsys)
 def test_routers_without_a_gradient_of_the_text_are_announced(experts, constant, finished):
     config = parse_words(TrainerConfig, [str(finished[1])])
     config = replace(config, model=replace(config.model, experts=experts))
-    report = SimpleNamespace(unreadable={}, held_out_in_training=0)
+    report = SimpleNamespace(unreadable={}, held_out_in_training=0, in_words=lambda: "")
     text = SimpleNamespace(report=report, training=SimpleStore(), held_out=[], folder=None)
     console = Console(file=io.StringIO())
     mode = Pretraining.__new__(Pretraining)

@@ -282,7 +282,7 @@ def test_a_torch_that_sorts_a_groups_ranks_is_given_none_in_another_order(monkey
     made = []
     monkeypatch.setattr(processes, "KEEP_ORDER", {})
     monkeypatch.setattr(processes.dist, "new_group", lambda ranks, timeout, **options: made.append((ranks, options)))
-    world = SimpleNamespace(process=SimpleNamespace(timeout=timedelta(seconds=1)))
+    world = SimpleNamespace(process=SimpleNamespace(timeout=timedelta(seconds=1), device=torch.device("cpu")))
     processes.ProcessCommunicator.new_group(world, "tp", (0, 2))
     assert made == [([0, 2], {"group_desc": "tp"})]
     with pytest.raises(ValueError, match=r"would sort the ranks \[2, 0\] of the group 'tp'"):

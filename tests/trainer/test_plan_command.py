@@ -28,7 +28,8 @@ from shared.trainer.planner.plan import Plan, plan_run, trained_of
 from shared.trainer.planner.traffic import stage_traffic
 
 FOLDER, SEQ = CHECKOUT / "chapters" / "12_grpo", 40
-OF_THE_TRAINER = [path for path in sorted(FOLDER.glob("*.yaml")) if path.name not in ("run.yaml", "grpo_study.yaml", "scaling.yaml")]
+OF_OTHERS = ("run.yaml", "grpo_study.yaml", "scaling.yaml", "pretrained_temperature.yaml")
+OF_THE_TRAINER = [path for path in sorted(FOLDER.glob("*.yaml")) if path.name not in OF_OTHERS]
 SAID = re.compile(r"`course plan`: a card holds at most ([\d.]+) GB, and the run takes ([\d.]+) hours on ([\w-]+)")
 
 
