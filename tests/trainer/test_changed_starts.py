@@ -45,7 +45,7 @@ def test_a_start_that_changes_is_a_sentence_and_the_run_ends_once_it_is_back(tmp
     start, inner = tmp_path / "start", getattr(run, moment)
     shutil.copytree(base / "model", start)
     if moment == "build_optimizer":
-        config = preferring_config(tmp_path, base, "dpo", f"start_from={start}", "steps=1", "schedule.warmup_steps=0", "schedule.decay_steps=0")
+        config = preferring_config(tmp_path, base, "dpo", f"start_from={start}", *SHORT[:3])
     else:
         config = tuned_config(tmp_path, base, f"start_from={start}", *SHORT)
 
