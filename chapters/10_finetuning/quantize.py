@@ -196,7 +196,7 @@ def calibration_lines(config: QuantizeConfig) -> list[str]:
 
 
 def is_trained_here(model: Path) -> bool:
-    """Whether a model is of a run that began with random weights, or with those of such a run."""
+    """Whether a run trained the model from random weights, or continued such a run."""
     from shared.course.strict_yaml import read_yaml
 
     record = model.parent / "config.yaml"

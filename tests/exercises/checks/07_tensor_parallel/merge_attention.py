@@ -118,6 +118,10 @@ CHECK = Check(
             answer([20.0], [math.log(4.0)]), "arithmetic: (3 * 10 + 1 * 50) / 4",
         ),
         Case(
+            "property", "a part whose values add up to 0 weighs as much as any other", two_parts(([0.0], [0.0]), ([50.0], [LOG3])),
+            answer([37.5], [math.log(4.0)]), "arithmetic: (1 * 0 + 3 * 50) / 4",
+        ),
+        Case(
             "property", "queries that may look at one of the two parts only",
             two_parts(([7.0, 0.0], [2.0, NOTHING]), ([0.0, 9.0], [NOTHING, -3.0])), answer([7.0, 9.0], [2.0, -3.0]),
             "arithmetic: exp(-inf) = 0, so the other part is all",
