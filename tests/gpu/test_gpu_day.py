@@ -5,6 +5,8 @@ import pytest
 import run as command
 from slices import SLICES
 
+from shared.course.errors import CourseError
+
 QUERY = "NVIDIA GeForce RTX 3090, 580.95.05, 350.00, 24576, 4, 16\nNVIDIA GeForce RTX 3090, 580.95.05, 280.00, 24576, 4, 8\n"
 TOPOLOGY = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \t{0}\t0-23\nGPU1\t{0}\t X \t0-23\n\nLegend:\n\n  X    = Self\n"
 
@@ -38,3 +40,11 @@ def test_the_command_opens_with_it_and_puts_it_above_the_table(capsys, monkeypat
     assert command.main(["--device", "cpu", "--size", "small", "--slice", "muon", "--output", str(tmp_path)]) == 0
     assert "1 slices, at most 8 minutes each" in capsys.readouterr().out
     assert (tmp_path / "table.md").read_text(encoding="utf-8").startswith("nvidia-smi does not answer")
+
+
+def test_a_file_whose_memory_cannot_be_foreseen_says_why_and_the_others_are_foreseen(monkeypatch):
+    def opened(path):
+        raise CourseError("half a model")
+
+    monkeypatch.setattr("shared.trainer.planner.opening.open_planned", opened)
+    assert {said for _, said in gpu_day.foreseen(2)} == {"not known: half a model"}

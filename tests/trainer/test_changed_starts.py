@@ -56,6 +56,8 @@ def test_a_start_that_changes_is_a_sentence_and_the_run_ends_once_it_is_back(tmp
     with patch.object(run, moment, changed), pytest.raises(CourseError, match=says):
         train_model(config, Console(quiet=True))
     assert not (config.engine.output / "results.json").exists()
+    if moment != "evaluate_and_report":
+        assert not [*config.engine.output.glob("checkpoints/step-*")], "it trained first"
     if moment == "evaluate_and_report":
         shutil.rmtree(start, ignore_errors=True)
         shutil.copytree(base / "model", start)
